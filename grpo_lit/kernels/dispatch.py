@@ -1,0 +1,72 @@
+"""Which implementation of an op runs: the Triton kernels or plain torch.
+
+Triton is looked up, never imported, until a Triton kernel is really wanted, so that
+``import grpo_lit.kernels`` works (and stays quick) on machines that have no Triton.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import logging
+import os
+from typing import Literal
+
+import torch
+
+from grpo_lit.errors import UserError
+
+Impl = Literal["triton", "torch"]
+
+_log = logging.getLogger("grpo_lit.kernels")
+
+
+@functools.cache
+def triton_available() -> bool:
+    """True where the package ``triton`` is installed (it is not imported to find out)."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def interpreting() -> bool:
+    """True where Triton's CPU interpreter is switched on (``TRITON_INTERPRET=1``)."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def default_impl(device: torch.device | str) -> Impl:
+    """The implementation taken when the caller names none: ``"triton"`` on CUDA, ``"torch"`` elsewhere."""
+    return "triton" if torch.device(device).type == "cuda" and triton_available() else "torch"
+
+
+@functools.cache
+def _log_choice(op: str, impl: str, device_type: str, chosen_by: str) -> None:
+    # cached: one line for each op and device in a process
+    _log.info("%s runs as %s on %s (%s)", op, impl, device_type, chosen_by)
+
+
+def resolve_impl(op: str, impl: str | None, device: torch.device) -> Impl:
+    """Turns the ``impl`` argument of an op into the implementation to run, and logs it once.
+
+    Args:
+        op: name of the op, for the log and the error.
+        impl: ``"triton"``, ``"torch"`` or None (pick by device).
+        device: where the op's tensors are.
+
+    Raises:
+        UserError: for any other name, for ``"triton"`` without Triton, and for ``"triton"`` on the CPU
+            unless Triton's interpreter is on.
+    """
+    if impl is None:
+        chosen = default_impl(device)
+        _log_choice(op, chosen, device.type, "by device")
+        return chosen
+    if impl == "torch":
+        _log_choice(op, impl, device.type, "as asked")
+        return "torch"
+    if impl != "triton":
+        raise UserError(f"{op}: impl", impl, "'triton', 'torch' or None")
+    if not triton_available():
+        raise UserError(f"{op}: impl", impl, "'torch' where the package triton is not installed")
+    if device.type == "cpu" and not interpreting():
+        raise UserError(f"{op}: impl", impl, "'torch' on the CPU (or TRITON_INTERPRET=1 for tests)")
+    _log_choice(op, impl, device.type, "as asked")
+    return "triton"
