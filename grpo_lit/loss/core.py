@@ -1,0 +1,241 @@
+"""The loss: sum over tokens of weight x (policy term + beta KL - entropy bonus)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from grpo_lit.errors import UserError
+from grpo_lit.loss import objectives
+from grpo_lit.loss.config import LossConfig
+from grpo_lit.loss.corrections import off_policy_keep, rollout_weights
+from grpo_lit.loss.divergences import MAX_LOG_RATIO, k3_kl
+from grpo_lit.loss.metrics import LossOutput
+from grpo_lit.loss.report import loss_totals
+from grpo_lit.loss.tokens import TokenSelection, select_tokens
+
+_DEFAULT = LossConfig()
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """The inputs with everything that doesn't count replaced by 0. All (N, T) but the advantages."""
+
+    logp: Tensor  # with graph
+    old: Tensor
+    log_ratio: Tensor  # with graph, at the configured level
+    advantages: Tensor  # (N, T), 0 where nothing counts
+    mask: Tensor  # tokens that count
+    live: Tensor  # those that also have a weight
+    behaviour: Tensor  # log-probs of whoever sampled: the rollout engine if known, otherwise `old`
+    correction: Tensor | None
+
+
+def grpo_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    weights: Tensor,
+    completion_mask: Tensor,
+    *,
+    ref_logprobs: Tensor | None = None,
+    entropy: Tensor | None = None,
+    rollout_logprobs: Tensor | None = None,
+    selection: TokenSelection | None = None,
+    config: LossConfig = _DEFAULT,
+) -> LossOutput:
+    """Sum over counted tokens of w_t [policy_t(config.objective) + beta k3_t - entropy_coef H_t].
+
+    Add the losses of the micro-batches up: `weights` (from `token_weights`) hold the divisor of the whole batch.
+    Runs in float32, or in float64 if given float64. Masked tokens get a gradient of exactly 0 even where their
+    log-probs are infinite or NaN.
+
+    The KL is in the loss, not in the reward, and acts on every weighted token, also where the advantage is 0:
+    groups without spread still feel the reference.
+
+    Args:
+        logprobs: (N, T) of the policy, with graph, at the sampling temperature.
+        old_logprobs: (N, T) of the policy that is the ratio's denominator.
+        advantages: (N,) one a row, or (N, T) one a token.
+        weights: (N, T) from `token_weights`. 0 takes a token's own terms out; its log-ratio still counts in
+            the mean of a sequence ratio.
+        completion_mask: (N, T) bool, True where the token counts.
+        ref_logprobs: (N, T) of the reference; needed if beta > 0.
+        entropy: (N, T) nats. With graph when entropy_coef is not 0; otherwise only logged.
+        rollout_logprobs: (N, T) as the rollout engine reported them; needed for rollout_correction, otherwise
+            only their distance is logged.
+        selection: tokens picked by `select_tokens` on the whole batch. Picked from these rows alone if left out,
+            which is only right when these rows are the whole batch.
+        config: the choices.
+
+    Returns:
+        loss and metrics, see `LossOutput`.
+
+    Raises:
+        UserError: for shapes that don't match, or a tensor that the config needs and that is missing.
+    """
+    optional = {"ref_logprobs": ref_logprobs, "entropy": entropy, "rollout_logprobs": rollout_logprobs}
+    _check_shapes(logprobs, advantages, (old_logprobs, weights, completion_mask), optional)
+    _check_needs(optional, config)
+    batch = _prepare(logprobs, old_logprobs, advantages, weights, completion_mask, rollout_logprobs, config)
+    policy = _policy_term(batch, config)
+    if config.token_rule != "none":
+        if selection is None:
+            selection = select_tokens(
+                batch.logp, _as_rows(advantages), batch.mask, entropy=entropy, config=config
+            )
+        policy = _apply_selection(policy, selection, batch)
+
+    weight = torch.where(batch.live, weights.to(batch.logp.dtype), 0)
+    parts = {"policy_loss": (weight * policy).sum()}
+    kl = None
+    if config.beta > 0 and ref_logprobs is not None:
+        kl = _reference_kl(batch, ref_logprobs, config)
+        parts["kl_loss"] = config.beta * (weight * kl).sum()
+    if entropy is not None and config.entropy_coef != 0:
+        nats = torch.where(batch.live, entropy.to(batch.logp.dtype), 0)
+        parts["entropy_loss"] = -config.entropy_coef * (weight * nats).sum()
+    loss = torch.stack(list(parts.values())).sum()
+    totals = loss_totals(
+        {"loss": loss, **parts},
+        batch.logp,
+        batch.old,
+        batch.log_ratio,
+        batch.advantages,
+        batch.mask,
+        means={"ref_kl": kl, "entropy": entropy, "rollout_correction": batch.correction},
+        behaviour=None if rollout_logprobs is None else batch.behaviour,
+        config=config,
+    )
+    return LossOutput(loss=loss, totals=totals)
+
+
+def _as_rows(advantages: Tensor) -> Tensor:
+    """(N, 1) or (N, T)."""
+    return advantages if advantages.dim() == 2 else advantages[:, None]
+
+
+def _prepare(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    weights: Tensor,
+    completion_mask: Tensor,
+    rollout_logprobs: Tensor | None,
+    config: LossConfig,
+) -> _Batch:
+    dtype = torch.promote_types(logprobs.dtype, torch.float32)
+    mask = completion_mask.bool()
+    live = mask & (weights != 0)
+    # Selected before any arithmetic: that is what keeps the gradient of a masked NaN at 0, a product would not.
+    logp = torch.where(mask, logprobs.to(dtype), 0)
+    old = torch.where(mask, old_logprobs.detach().to(dtype), 0)
+    correction = None
+    behaviour = old
+    if rollout_logprobs is not None:
+        behaviour = torch.where(mask, rollout_logprobs.detach().to(dtype), 0)
+        if config.rollout_correction != "none":
+            mode, cap = config.rollout_correction, config.rollout_correction_cap
+            correction = rollout_weights(old, behaviour, mask, mode, cap)
+    return _Batch(
+        logp=logp,
+        old=old,
+        log_ratio=objectives.leveled_log_ratio(logp, old, mask, config.ratio),
+        advantages=torch.where(live, _as_rows(advantages).detach().to(dtype), 0),
+        mask=mask,
+        live=live,
+        behaviour=behaviour,
+        correction=correction,
+    )
+
+
+def _policy_term(batch: _Batch, config: LossConfig) -> Tensor:
+    """(N, T) policy loss per token, corrected for the rollout engine and for old rows."""
+    advantages = batch.advantages
+    if config.off_policy_threshold is not None:
+        keep = off_policy_keep(batch.logp, batch.behaviour, advantages, batch.mask, config.off_policy_threshold)
+        advantages = torch.where(keep, advantages, 0)
+    if batch.correction is not None and config.objective != "vespo":
+        # as part of the advantage: a positive factor changes no sign, and 0 drops the token
+        return _objective(batch, advantages, config, batch.correction)
+    return _objective(batch, advantages, config, None)
+
+
+def _objective(batch: _Batch, advantages: Tensor, config: LossConfig, correction: Tensor | None) -> Tensor:
+    if correction is not None:
+        advantages = advantages * correction
+    log_ratio, logp, low, high = batch.log_ratio, batch.logp, config.epsilon_low, config.epsilon_high
+    if config.objective == "clip":
+        return objectives.clip_objective(
+            log_ratio, advantages, epsilon_low=low, epsilon_high=high, delta=config.delta
+        )
+    if config.objective == "unclipped":
+        return objectives.unclipped_objective(log_ratio, advantages)
+    if config.objective == "cispo":
+        return objectives.cispo_objective(log_ratio, logp, advantages, cap=config.cispo_cap)
+    if config.objective == "sapo":
+        return objectives.sapo_objective(
+            log_ratio, advantages, tau_positive=config.sapo_tau_positive, tau_negative=config.sapo_tau_negative
+        )
+    if config.objective == "gmpo":
+        return objectives.gmpo_objective(
+            logp - batch.old, advantages, batch.mask, epsilon_low=low, epsilon_high=high
+        )
+    if config.objective == "reinforce":
+        return objectives.reinforce_objective(logp, advantages)
+    phi = objectives.vespo_weights(
+        logp - batch.old,
+        advantages,
+        batch.mask,
+        log_correction=None if batch.correction is None else batch.correction.log(),
+        k_positive=config.vespo_k_positive,
+        lambda_positive=config.vespo_lambda_positive,
+        k_negative=config.vespo_k_negative,
+        lambda_negative=config.vespo_lambda_negative,
+    )
+    return objectives.vespo_objective(phi, logp, advantages)
+
+
+def _apply_selection(policy: Tensor, selection: TokenSelection, batch: _Batch) -> Tensor:
+    policy = torch.where(selection.policy_mask, policy, policy.detach())
+    coef = selection.old_kl_coef.to(policy.dtype)
+    moved = torch.where(batch.live & (coef != 0), batch.logp - batch.old, 0)
+    return policy + coef * moved.abs()
+
+
+def _reference_kl(batch: _Batch, ref_logprobs: Tensor, config: LossConfig) -> Tensor:
+    ref = torch.where(batch.live, ref_logprobs.detach().to(batch.logp.dtype), 0)
+    kl = k3_kl(torch.where(batch.live, batch.logp, 0), ref)
+    if config.kl_weighted:
+        kl = kl * torch.where(batch.live, batch.log_ratio, 0).clamp(max=MAX_LOG_RATIO).exp()
+    return kl
+
+
+def _check_shapes(
+    logprobs: Tensor, advantages: Tensor, tensors: tuple[Tensor, ...], optional: dict[str, Tensor | None]
+) -> None:
+    shape = logprobs.shape
+    if logprobs.dim() != 2:
+        raise UserError("logprobs", tuple(shape), "shape (N, T)")
+    named = dict(zip(("old_logprobs", "weights", "completion_mask"), tensors, strict=True))
+    for name, tensor in {**named, **optional}.items():
+        if tensor is not None and tensor.shape != shape:
+            raise UserError(name, tuple(tensor.shape), f"shape (N, T) = {tuple(shape)} like logprobs")
+    if advantages.shape not in (shape, shape[:1]):
+        raise UserError("advantages", tuple(advantages.shape), f"shape (N,) or (N, T) of logprobs {tuple(shape)}")
+
+
+def _check_needs(optional: dict[str, Tensor | None], config: LossConfig) -> None:
+    needed = {
+        "ref_logprobs": (config.beta > 0, f"a tensor, since model.loss.beta={config.beta}"),
+        "entropy": (config.needs_entropy, "a tensor, since model.loss.entropy_coef or token_rule needs it"),
+        "rollout_logprobs": (
+            config.rollout_correction != "none",
+            f"a tensor, since model.loss.rollout_correction={config.rollout_correction!r}",
+        ),
+    }
+    for name, (is_needed, accepted) in needed.items():
+        if is_needed and optional[name] is None:
+            raise UserError(name, None, accepted)

@@ -1,0 +1,120 @@
+"""Rules that treat a few tokens specially, by the covariance of advantage and log-prob.
+
+The picks depend on all tokens of the batch (means, shares), so they are made once, before the batch is split,
+by `select_tokens`, and handed to every micro-batch's `grpo_loss`. Made there with the old log-probs: they are
+the ones known for the whole batch, and equal to the current ones in the first pass.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from grpo_lit.errors import UserError
+from grpo_lit.loss.config import LossConfig
+
+SENT_STRONG = 2.0
+SENT_WEAK = 0.5
+
+
+class TokenSelection(NamedTuple):
+    """What `select_tokens` picked.
+
+    Args:
+        policy_mask: (N, T) bool, False where the policy term gives no gradient.
+        old_kl_coef: (N, T) float32, weight of |logp - logp_old| added to the token's loss.
+    """
+
+    policy_mask: Tensor
+    old_kl_coef: Tensor
+
+    def rows(self, index: Tensor | slice) -> TokenSelection:
+        """The selection of some rows, for a micro-batch."""
+        return TokenSelection(self.policy_mask[index], self.old_kl_coef[index])
+
+
+def token_covariance(advantages: Tensor, logprobs: Tensor, mask: Tensor) -> Tensor:
+    """(A_t - mean A)(logp_t - mean logp), means over the tokens of the mask; 0 elsewhere. (N, T) float64.
+
+    Cui et al., 2505.22617, section 4.1: a softmax policy loses entropy at the rate of this covariance.
+
+    Args:
+        advantages: (N,), (N, 1) or (N, T).
+        logprobs: (N, T).
+        mask: (N, T) bool.
+    """
+    rows = advantages[:, None] if advantages.dim() == 1 else advantages
+    advantage = torch.where(mask, rows.detach().double(), 0)
+    logp = torch.where(mask, logprobs.detach().double(), 0)
+    count = mask.sum().clamp(min=1)
+    covariance = (advantage - advantage.sum() / count) * (logp - logp.sum() / count)
+    return torch.where(mask, covariance, 0)
+
+
+def select_tokens(
+    logprobs: Tensor,
+    advantages: Tensor,
+    completion_mask: Tensor,
+    *,
+    entropy: Tensor | None = None,
+    config: LossConfig,
+) -> TokenSelection:
+    """Picks the tokens that `config.token_rule` treats, over all rows given.
+
+    With n = number of counted tokens and k = max(1, int(share x n)):
+
+    - ``clip_cov`` (2505.22617 eq. 11): k of the tokens whose covariance lies in (clip_cov_low, clip_cov_high)
+      give no policy gradient. The paper draws them at random; here they are the k largest, so that a replay or
+      another split of the batch picks the same ones.
+    - ``kl_cov`` (2505.22617 eq. 13): the k tokens of largest covariance get coef x |logp - logp_old|.
+    - ``sent`` (2512.04359): among the share of tokens with the lowest entropy, the k of largest covariance get
+      2 x coef, the k of smallest covariance 0.5 x coef; k is counted among those.
+
+    Args:
+        logprobs: (N, T), those of the old policy when called before the passes.
+        advantages: (N,), (N, 1) or (N, T).
+        completion_mask: (N, T) bool.
+        entropy: (N, T) nats, needed by "sent".
+        config: names the rule.
+
+    Raises:
+        UserError: if the rule needs the entropy and there is none.
+    """
+    mask = completion_mask.bool()
+    policy_mask = torch.ones_like(mask)
+    coef = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device)
+    if config.token_rule == "none" or not bool(mask.any()):
+        return TokenSelection(policy_mask, coef)
+    if config.token_rule == "clip_cov":
+        covariance = token_covariance(advantages, logprobs, mask)
+        candidates = mask & (covariance > config.clip_cov_low) & (covariance < config.clip_cov_high)
+        picked = _top(covariance, candidates, _share(config.token_rule_share, mask))
+        return TokenSelection(policy_mask & ~picked, coef)
+    if config.token_rule == "kl_cov":
+        covariance = token_covariance(advantages, logprobs, mask)
+        picked = _top(covariance, mask, _share(config.token_rule_share, mask))
+        return TokenSelection(policy_mask, torch.where(picked, config.token_rule_coef, coef))
+    if entropy is None:
+        raise UserError("entropy", None, "the (N, T) token entropies, which model.loss.token_rule='sent' needs")
+    calm = _top(-entropy.detach().double(), mask, _share(config.sent_entropy_share, mask))
+    covariance = token_covariance(advantages, logprobs, calm)
+    count = _share(config.token_rule_share, calm)
+    coef = torch.where(_top(-covariance, calm, count), SENT_WEAK * config.token_rule_coef, coef)
+    # the strong half last: with so few tokens that both picks overlap, the larger penalty holds
+    coef = torch.where(_top(covariance, calm, count), SENT_STRONG * config.token_rule_coef, coef)
+    return TokenSelection(policy_mask, coef)
+
+
+def _share(share: float, mask: Tensor) -> int:
+    return max(1, int(share * int(mask.sum())))
+
+
+def _top(score: Tensor, among: Tensor, count: int) -> Tensor:
+    """(N, T) bool: the `count` largest scores among the tokens of the mask, ties by position."""
+    flat = torch.where(among, score, float("-inf")).flatten()
+    order = torch.sort(flat, descending=True, stable=True).indices[:count]
+    picked = torch.zeros_like(among).flatten()
+    picked[order] = True
+    return picked.view_as(among) & among
