@@ -11,7 +11,7 @@ logprobs, old_logprobs, ref_logprobs (N, T) -----------+
 
 from __future__ import annotations
 
-from grpo_lit.loss.advantages import group_advantages
+from grpo_lit.loss.advantages import group_advantages, multi_reward_advantages
 from grpo_lit.loss.config import LossConfig
 from grpo_lit.loss.core import grpo_loss
 from grpo_lit.loss.corrections import off_policy_keep, rollout_weights
@@ -21,7 +21,7 @@ from grpo_lit.loss.objectives import (
     cispo_objective,
     clip_masks,
     clip_objective,
-    gmpo_objective,
+    gmpo_log_ratio,
     leveled_log_ratio,
     reinforce_objective,
     sapo_objective,
@@ -43,7 +43,7 @@ __all__ = [
     "clip_masks",
     "clip_objective",
     "drop_rows",
-    "gmpo_objective",
+    "gmpo_log_ratio",
     "group_advantages",
     "grpo_loss",
     "k1_kl",
@@ -52,6 +52,7 @@ __all__ = [
     "leveled_log_ratio",
     "merge_metrics",
     "merge_totals",
+    "multi_reward_advantages",
     "off_policy_keep",
     "reinforce_objective",
     "rollout_weights",

@@ -27,9 +27,9 @@ def group_advantages(
 ) -> Tensor:
     """Centres each reward on its group's mean and divides by a spread.
 
-    A_i = (r_i - mean_g) / (std + eps), DeepSeekMath (2402.03300), section 4.1.2. ``scale="none"`` leaves out the
-    division (Dr.GRPO, 2503.20783); ``scale="batch"`` divides by the spread of all rewards about their common
-    mean (ScaleRL, 2510.13786) while the baseline stays the group's.
+    A_i = (r_i - mean_g) / (std + eps), DeepSeekMath (2402.03300), section 4.1.2. ``scale="none"`` leaves out
+    the division (Dr.GRPO, 2503.20783); ``scale="batch"`` divides by the spread of all rewards about their
+    common mean (2508.08221; ScaleRL, 2510.13786) while the baseline stays the group's.
 
     A group whose rewards are all equal, compared exactly and before any arithmetic, gets exactly 0: in
     floating point the mean of seven times 0.1 is not 0.1, and dividing that residue by a spread of the same
@@ -59,7 +59,8 @@ def group_advantages(
     if not 0 <= eps < float("inf"):
         raise UserError("model.loss.advantage_eps", eps, "a finite number >= 0")
     if rewards.dim() != 1 or rewards.shape != group_ids.shape:
-        raise UserError("rewards", tuple(rewards.shape), f"shape (N,) like group_ids {tuple(group_ids.shape)}")
+        accepted = f"shape (N,) like group_ids {tuple(group_ids.shape)}"
+        raise UserError("rewards", tuple(rewards.shape), accepted)
     if torch.isinf(rewards).any():
         raise UserError("rewards", "inf", "finite numbers, or NaN where no reward function had an opinion")
     dtype = torch.float64 if rewards.dtype == torch.float64 else torch.float32
@@ -88,6 +89,38 @@ def group_advantages(
         advantages = advantages / _spread(variance, eps, eps_inside_root)
     # where, not a product: a flat group with eps = 0 divided 0 by 0 above
     return torch.where(varied, advantages, 0).to(dtype)
+
+
+def multi_reward_advantages(
+    rewards: Tensor, group_ids: Tensor, function_weights: Tensor, *, eps: float = 1e-4, correction: int = 0
+) -> Tensor:
+    """Normalises each reward function within its group, adds them up, and normalises the sum over the batch.
+
+    GDPO, 2601.05242: summing raw rewards first lets different combinations (one of two rewards, either way)
+    fall on the same advantage, and lets the function of largest spread drown the others.
+
+    Args:
+        rewards: (N, F), one column a reward function; NaN = that function abstained.
+        group_ids: (N,).
+        function_weights: (F,).
+        eps: added to every standard deviation.
+        correction: 0 divides variances by n, 1 by n - 1.
+
+    Returns:
+        (N,) as `group_advantages`; 0 for rows on which all functions abstained.
+
+    Raises:
+        UserError: for shapes that don't match, or infinite rewards.
+    """
+    if rewards.dim() != 2 or function_weights.shape != rewards.shape[1:]:
+        shapes = (tuple(rewards.shape), tuple(function_weights.shape))
+        raise UserError("rewards, function_weights", shapes, "shapes (N, F) and (F,)")
+    columns = [group_advantages(column, group_ids, eps=eps, correction=correction) for column in rewards.T]
+    total = (torch.stack(columns, dim=1).double() * function_weights.double()).sum(dim=1)
+    total = torch.where(torch.isnan(rewards).all(dim=1), float("nan"), total)
+    whole_batch = torch.zeros_like(group_ids)
+    advantages = group_advantages(total, whole_batch, eps=eps, correction=correction)
+    return advantages.to(torch.float64 if rewards.dtype == torch.float64 else torch.float32)
 
 
 def _spread(variance: Tensor, eps: float, eps_inside_root: bool) -> Tensor:

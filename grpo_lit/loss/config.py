@@ -5,7 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from torch import Tensor
+
 from grpo_lit.errors import UserError
+from grpo_lit.loss.advantages import group_advantages
+from grpo_lit.loss.weights import token_weights
 
 _CHOICES = {
     "ratio": ("token", "sequence", "sequence_token"),
@@ -44,7 +48,7 @@ class LossConfig:
     objective: Literal["clip", "unclipped", "cispo", "sapo", "vespo", "gmpo", "reinforce"] = "clip"
     """Policy term, see docs/loss.md."""
     delta: float | None = None
-    """Dual clip: upper bound of the ratio where the advantage is negative; above 1 + epsilon_high (INTELLECT-2: 4)."""
+    """Dual clip: bound of the ratio from above where A < 0; above 1 + epsilon_high (INTELLECT-2: 4)."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus: loss - entropy_coef x weighted sum of token entropies in nats."""
     reduction: Literal["sequence_mean", "token_mean", "alpha", "fixed_length"] = "sequence_mean"
@@ -80,7 +84,7 @@ class LossConfig:
     kl_weighted: bool = False
     """Multiply the k3 KL by the ratio, which makes its gradient unbiased off policy (DeepSeek-V3.2)."""
     off_policy_threshold: float | None = None
-    """Drop the policy term of rows with negative advantage whose mean log-ratio fell by more than this, in nats."""
+    """Drop rows with negative advantage whose mean log-ratio fell by more than this, in nats per token."""
     token_rule: Literal["none", "clip_cov", "kl_cov", "sent"] = "none"
     """Special treatment of a few tokens by covariance of advantage and log-prob (Clip-Cov, KL-Cov, SENT)."""
     token_rule_share: float = 2e-4
@@ -93,8 +97,10 @@ class LossConfig:
     """Clip-Cov picks among tokens with a covariance above this."""
     clip_cov_high: float = 5.0
     """Clip-Cov picks among tokens with a covariance below this."""
-    rollout_correction: Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = "none"
-    """Weigh the policy term by p_old / p_rollout, per token or sequence, truncated at the cap or dropped above it."""
+    rollout_correction: Literal[
+        "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
+    ] = "none"
+    """Weigh the policy term by p_old / p_rollout, truncated at the cap or dropped above it."""
     rollout_correction_cap: float = 3.0
     """Largest such weight."""
 
@@ -105,6 +111,38 @@ class LossConfig:
                 raise _refused(name, value, " | ".join(accepted))
         self._check_ranges()
         self._check_combinations()
+
+    def group_advantages(self, rewards: Tensor, group_ids: Tensor) -> Tensor:
+        """`grpo_lit.loss.group_advantages` with the choices made here."""
+        return group_advantages(
+            rewards,
+            group_ids,
+            scale=self.advantage_scale,
+            eps=self.advantage_eps,
+            eps_inside_root=self.advantage_eps_inside_root,
+            leave_one_out=self.leave_one_out,
+            correction=1 if self.advantage_std == "sample" else 0,
+        )
+
+    def token_weights(
+        self,
+        completion_mask: Tensor,
+        group_ids: Tensor,
+        *,
+        max_completion_length: int | None = None,
+        num_rows: int | Tensor | None = None,
+        num_tokens: int | Tensor | None = None,
+    ) -> Tensor:
+        """`grpo_lit.loss.token_weights` with the choices made here."""
+        return token_weights(
+            completion_mask,
+            group_ids,
+            reduction=self.reduction,
+            alpha=self.alpha,
+            max_completion_length=max_completion_length,
+            num_rows=num_rows,
+            num_tokens=num_tokens,
+        )
 
     @property
     def needs_reference(self) -> bool:
@@ -129,7 +167,8 @@ class LossConfig:
                 raise _refused(name, value, "a finite number" + (" >= 0" if low == 0 else ""))
         log_domain = self.objective == "gmpo"
         if not 0 <= self.epsilon_low < (infinity if log_domain else 1):
-            raise _refused("epsilon_low", self.epsilon_low, "a finite number >= 0" if log_domain else "in [0, 1)")
+            accepted = "a finite number >= 0" if log_domain else "in [0, 1)"
+            raise _refused("epsilon_low", self.epsilon_low, accepted)
         for name in ("epsilon_high", "advantage_eps", "token_rule_coef"):
             if not 0 <= getattr(self, name) < infinity:
                 raise _refused(name, getattr(self, name), "a finite number >= 0")
@@ -155,7 +194,8 @@ class LossConfig:
             raise _refused("ratio", self.ratio, accepted)
         if self.delta is not None:
             if self.objective != "clip":
-                raise _refused("delta", self.delta, f"null with objective={self.objective!r}: only 'clip' reads it")
+                accepted = f"null with objective={self.objective!r}: only 'clip' reads it"
+                raise _refused("delta", self.delta, accepted)
             if not 1 + self.epsilon_high < self.delta < float("inf"):
                 accepted = f"a finite number above 1 + epsilon_high = {1 + self.epsilon_high:g}"
                 raise _refused("delta", self.delta, accepted)
@@ -163,7 +203,8 @@ class LossConfig:
             if self.alpha is None or not 0 <= self.alpha <= 1:
                 raise _refused("alpha", self.alpha, "a number in [0, 1] with reduction='alpha'")
         elif self.alpha is not None:
-            raise _refused("alpha", self.alpha, f"null with reduction={self.reduction!r}: only 'alpha' reads it")
+            accepted = f"null with reduction={self.reduction!r}: only 'alpha' reads it"
+            raise _refused("alpha", self.alpha, accepted)
         if self.kl_weighted and self.beta == 0:
             raise _refused("kl_weighted", True, "false with beta=0: there is no KL term to weigh")
         if self.kl_weighted and self.objective == "reinforce":
@@ -171,18 +212,19 @@ class LossConfig:
         if self.token_rule != "none":
             self._check_token_rule()
         if self.objective == "vespo" and self.rollout_correction.startswith("sequence"):
-            accepted = "none | token_truncate | token_mask with objective='vespo': its weight is a product over tokens"
+            accepted = (
+                "none | token_truncate | token_mask with objective='vespo', a product over tokens itself"
+            )
             raise _refused("rollout_correction", self.rollout_correction, accepted)
-        if self.leave_one_out and self.advantage_std == "sample" and self.advantage_scale == "none":
-            raise _refused("advantage_std", "sample", "population with advantage_scale='none': nothing is divided")
 
     def _check_token_rule(self) -> None:
         accepted = ("clip",) if self.token_rule == "clip_cov" else ("clip", "unclipped")
         if self.objective not in accepted:
-            rule = f"{' | '.join(accepted)} with token_rule={self.token_rule!r}"
-            raise _refused("objective", self.objective, rule)
+            listed = f"{' | '.join(accepted)} with token_rule={self.token_rule!r}"
+            raise _refused("objective", self.objective, listed)
         if self.ratio != "token":
-            raise _refused("ratio", self.ratio, f"token with token_rule={self.token_rule!r}: it acts on tokens")
+            level = f"token with token_rule={self.token_rule!r}: it acts on tokens"
+            raise _refused("ratio", self.ratio, level)
 
 
 def _refused(name: str, value: object, accepted: str) -> UserError:

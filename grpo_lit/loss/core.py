@@ -48,9 +48,9 @@ def grpo_loss(
 ) -> LossOutput:
     """Sum over counted tokens of w_t [policy_t(config.objective) + beta k3_t - entropy_coef H_t].
 
-    Add the losses of the micro-batches up: `weights` (from `token_weights`) hold the divisor of the whole batch.
-    Runs in float32, or in float64 if given float64. Masked tokens get a gradient of exactly 0 even where their
-    log-probs are infinite or NaN.
+    Add the losses of the micro-batches up: `weights` (from `token_weights`) hold the divisor of the whole
+    batch. Runs in float32, or in float64 if given float64. Masked tokens get a gradient of exactly 0 even
+    where their log-probs are infinite or NaN.
 
     The KL is in the loss, not in the reward, and acts on every weighted token, also where the advantage is 0:
     groups without spread still feel the reference.
@@ -66,8 +66,8 @@ def grpo_loss(
         entropy: (N, T) nats. With graph when entropy_coef is not 0; otherwise only logged.
         rollout_logprobs: (N, T) as the rollout engine reported them; needed for rollout_correction, otherwise
             only their distance is logged.
-        selection: tokens picked by `select_tokens` on the whole batch. Picked from these rows alone if left out,
-            which is only right when these rows are the whole batch.
+        selection: tokens picked by `select_tokens` on the whole batch. Picked from these rows alone if left
+            out, which is only right when these rows are the whole batch.
         config: the choices.
 
     Returns:
@@ -129,21 +129,31 @@ def _prepare(
     dtype = torch.promote_types(logprobs.dtype, torch.float32)
     mask = completion_mask.bool()
     live = mask & (weights != 0)
-    # Selected before any arithmetic: that is what keeps the gradient of a masked NaN at 0, a product would not.
+    # Selected before any arithmetic: that keeps the gradient of a masked NaN at 0, a product would not.
     logp = torch.where(mask, logprobs.to(dtype), 0)
     old = torch.where(mask, old_logprobs.detach().to(dtype), 0)
     correction = None
     behaviour = old
     if rollout_logprobs is not None:
-        behaviour = torch.where(mask, rollout_logprobs.detach().to(dtype), 0)
+        # an engine that could not score a token reports NaN: no evidence of a mismatch
+        known = mask & ~torch.isnan(rollout_logprobs)
+        behaviour = torch.where(known, rollout_logprobs.detach().to(dtype), old)
         if config.rollout_correction != "none":
             mode, cap = config.rollout_correction, config.rollout_correction_cap
             correction = rollout_weights(old, behaviour, mask, mode, cap)
+    row_advantages = _as_rows(advantages).detach().to(dtype)
+    if config.objective == "gmpo":
+        low, high = config.epsilon_low, config.epsilon_high
+        log_ratio = objectives.gmpo_log_ratio(
+            logp - old, row_advantages, mask, epsilon_low=low, epsilon_high=high
+        )
+    else:
+        log_ratio = objectives.leveled_log_ratio(logp, old, mask, config.ratio)
     return _Batch(
         logp=logp,
         old=old,
-        log_ratio=objectives.leveled_log_ratio(logp, old, mask, config.ratio),
-        advantages=torch.where(live, _as_rows(advantages).detach().to(dtype), 0),
+        log_ratio=log_ratio,
+        advantages=torch.where(live, row_advantages, 0),
         mask=mask,
         live=live,
         behaviour=behaviour,
@@ -155,33 +165,28 @@ def _policy_term(batch: _Batch, config: LossConfig) -> Tensor:
     """(N, T) policy loss per token, corrected for the rollout engine and for old rows."""
     advantages = batch.advantages
     if config.off_policy_threshold is not None:
-        keep = off_policy_keep(batch.logp, batch.behaviour, advantages, batch.mask, config.off_policy_threshold)
+        keep = off_policy_keep(
+            batch.logp, batch.behaviour, advantages, batch.mask, config.off_policy_threshold
+        )
         advantages = torch.where(keep, advantages, 0)
     if batch.correction is not None and config.objective != "vespo":
-        # as part of the advantage: a positive factor changes no sign, and 0 drops the token
-        return _objective(batch, advantages, config, batch.correction)
-    return _objective(batch, advantages, config, None)
-
-
-def _objective(batch: _Batch, advantages: Tensor, config: LossConfig, correction: Tensor | None) -> Tensor:
-    if correction is not None:
-        advantages = advantages * correction
+        # As a factor of the advantage: being positive it changes no sign, and 0 drops the token.
+        advantages = advantages * batch.correction
     log_ratio, logp, low, high = batch.log_ratio, batch.logp, config.epsilon_low, config.epsilon_high
     if config.objective == "clip":
         return objectives.clip_objective(
             log_ratio, advantages, epsilon_low=low, epsilon_high=high, delta=config.delta
         )
-    if config.objective == "unclipped":
+    if config.objective in ("unclipped", "gmpo"):  # gmpo's log-ratio is clipped already
         return objectives.unclipped_objective(log_ratio, advantages)
     if config.objective == "cispo":
         return objectives.cispo_objective(log_ratio, logp, advantages, cap=config.cispo_cap)
     if config.objective == "sapo":
         return objectives.sapo_objective(
-            log_ratio, advantages, tau_positive=config.sapo_tau_positive, tau_negative=config.sapo_tau_negative
-        )
-    if config.objective == "gmpo":
-        return objectives.gmpo_objective(
-            logp - batch.old, advantages, batch.mask, epsilon_low=low, epsilon_high=high
+            log_ratio,
+            advantages,
+            tau_positive=config.sapo_tau_positive,
+            tau_negative=config.sapo_tau_negative,
         )
     if config.objective == "reinforce":
         return objectives.reinforce_objective(logp, advantages)
@@ -224,7 +229,8 @@ def _check_shapes(
         if tensor is not None and tensor.shape != shape:
             raise UserError(name, tuple(tensor.shape), f"shape (N, T) = {tuple(shape)} like logprobs")
     if advantages.shape not in (shape, shape[:1]):
-        raise UserError("advantages", tuple(advantages.shape), f"shape (N,) or (N, T) of logprobs {tuple(shape)}")
+        accepted = f"shape (N,) or (N, T) of logprobs {tuple(shape)}"
+        raise UserError("advantages", tuple(advantages.shape), accepted)
 
 
 def _check_needs(optional: dict[str, Tensor | None], config: LossConfig) -> None:

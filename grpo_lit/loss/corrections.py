@@ -1,4 +1,4 @@
-"""Corrections for tokens that another policy sampled: an older one, or a rollout engine with other rounding."""
+"""Corrections for tokens that another policy sampled: an older one, or an engine that rounds otherwise."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ from torch import Tensor
 from grpo_lit.loss.divergences import MAX_LOG_RATIO
 
 
-def rollout_weights(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, mode: str, cap: float) -> Tensor:
+def rollout_weights(
+    old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, mode: str, cap: float
+) -> Tensor:
     """p_old / p_rollout, made safe to multiply with; no gradient. (N, T)
 
     The trainer's log-probs of a token differ from those of the engine that sampled it, so samples come from a
-    slightly other policy. Truncated importance sampling (``*_truncate``) holds the weight at the cap, masked
-    importance sampling (``*_mask``) drops what lies above it; per token, or for the whole row by the product of
-    its tokens' ratios ("Your efficient RL framework secretly brings you off-policy RL training", Yao et al. 2025).
+    slightly other policy. Truncated importance sampling (``*_truncate``; Yao et al. 2025, "Your efficient RL
+    framework secretly brings you off-policy RL training") holds the weight at the cap; masked importance
+    sampling (``*_mask``; IcePop, 2025) drops what lies above it. Per token, or for the whole row by the
+    product of its tokens' ratios.
 
     Args:
         old_logprobs: (N, T), finite where `mask` is False.
@@ -35,9 +38,9 @@ def rollout_weights(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor
 def off_policy_keep(
     logprobs: Tensor, behaviour_logprobs: Tensor, advantages: Tensor, mask: Tensor, threshold: float
 ) -> Tensor:
-    """Bool, broadcastable to (N, T): False on rows with negative advantage that the policy has moved away from.
+    """False on rows with negative advantage that the policy has moved away from. Bool, broadcasts to (N, T).
 
-    Off-policy sequence masking, DeepSeek-V3.2 (2512.02556), section 3.1: drop where A < 0 and the row's mean of
+    Off-policy sequence masking, DeepSeek-V3.2 (2512.02556): drop where A < 0 and the row's mean of
     logp_behaviour - logp exceeds the threshold (nats per token).
 
     Args:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 MAX_LOG_RATIO = 20.0
-"""Beyond this, exp() is continued by a straight line (k3) or held (metrics): e^20 = 4.9e8, and e^89 overflows."""
+"""Above it exp() goes on as a straight line (k3) or is held (metrics): e^20 = 4.9e8, and e^89 overflows."""
 
 
 def k3_kl(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
@@ -16,8 +16,8 @@ def k3_kl(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
     exp(d) - d - 1 has lost every digit at d = 1e-6 in float32. The derivative with respect to `logprobs` is
     -expm1(d).
 
-    For d > 20 the curve is continued by its tangent at 20: finite in float32, with a gradient that still pulls
-    back to the reference where the policy is furthest from it (a clamp would let go just there).
+    For d > 20 the curve is continued by its tangent at 20: finite in float32, with a gradient that still
+    pulls back to the reference where the policy is furthest from it (a clamp would let go just there).
     """
     difference = other_logprobs - logprobs
     bounded = difference.clamp(max=MAX_LOG_RATIO)

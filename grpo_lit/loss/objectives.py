@@ -1,8 +1,9 @@
 """Policy terms: one pure function per objective, each giving a loss per token.
 
 Shared words: r = exp(log_ratio), the probability of the token now over that when it was sampled (or the
-sequence's own ratio, see `leveled_log_ratio`); A = advantage; sg = no gradient flows. All arguments broadcast to
-(N, T). Tokens with A = 0 give exactly 0 and no gradient, whatever their ratio: inf x 0 is never formed.
+sequence's own ratio, see `leveled_log_ratio`); A = advantage; sg = no gradient flows. All arguments
+broadcast to (N, T). Tokens with A = 0 give exactly 0 and no gradient, whatever their ratio: inf x 0 is never
+formed.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ def leveled_log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, rati
 
     - ``token``: logp - logp_old.
     - ``sequence``: its mean over the row's tokens, for every token of the row. GSPO, 2507.18071 eq. 7.
-    - ``sequence_token``: the same value, but the gradient of token t is that of its own logp: sg(s_i) x
-      pi_t / sg(pi_t). GSPO-token, 2507.18071 eq. 14.
+    - ``sequence_token``: the same value, but the gradient of token t is that of its own logp:
+      sg(s_i) x pi_t / sg(pi_t). GSPO-token, 2507.18071 eq. 14.
 
     Args:
         logprobs: (N, T), finite where `mask` is False.
@@ -40,7 +41,12 @@ def leveled_log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, rati
 
 
 def clip_masks(
-    log_ratio: Tensor, advantages: Tensor, *, epsilon_low: float, epsilon_high: float, delta: float | None = None
+    log_ratio: Tensor,
+    advantages: Tensor,
+    *,
+    epsilon_low: float,
+    epsilon_high: float,
+    delta: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Which tokens the clip holds: below 1 - epsilon_low with A < 0, above 1 + epsilon_high with A > 0, and
     above delta with A < 0. Strict comparisons: at the exact edge the unclipped gradient is used.
@@ -56,7 +62,12 @@ def clip_masks(
 
 
 def clip_objective(
-    log_ratio: Tensor, advantages: Tensor, *, epsilon_low: float, epsilon_high: float, delta: float | None = None
+    log_ratio: Tensor,
+    advantages: Tensor,
+    *,
+    epsilon_low: float,
+    epsilon_high: float,
+    delta: float | None = None,
 ) -> Tensor:
     """-min(r A, clip(r, 1 - epsilon_low, 1 + epsilon_high) A), PPO (1707.06347) eq. 7 in GRPO's use.
 
@@ -78,13 +89,13 @@ def clip_objective(
 
 
 def unclipped_objective(log_ratio: Tensor, advantages: Tensor) -> Tensor:
-    """-r A: importance-weighted policy gradient without a trust region (KL-Cov, 2505.22617, starts from it)."""
+    """-r A: importance-weighted policy gradient without a trust region; what KL-Cov (2505.22617) adds to."""
     log_ratio = torch.where(advantages != 0, log_ratio, 0)
     return -advantages * log_ratio.exp()
 
 
 def reinforce_objective(logprobs: Tensor, advantages: Tensor) -> Tensor:
-    """-A logp: the plain policy gradient, no ratio at all. GPG, 2504.02546 eq. 6; RLOO, 2402.14740."""
+    """-A logp: the plain policy gradient, no ratio at all. GPG, 2504.02546; RLOO, 2402.14740."""
     return -advantages * torch.where(advantages != 0, logprobs, 0)
 
 
@@ -98,15 +109,18 @@ def cispo_objective(log_ratio: Tensor, logprobs: Tensor, advantages: Tensor, *, 
     return -weight * advantages * torch.where(moving, logprobs, 0)
 
 
-def sapo_objective(log_ratio: Tensor, advantages: Tensor, *, tau_positive: float, tau_negative: float) -> Tensor:
-    """-(4 / tau) sigmoid(tau (r - 1)) A, tau by the sign of A. SAPO, 2511.20347 eq. 6.
+def sapo_objective(
+    log_ratio: Tensor, advantages: Tensor, *, tau_positive: float, tau_negative: float
+) -> Tensor:
+    """-(4 / tau) sigmoid(tau (r - 1)) A, tau by the sign of A. SAPO, 2511.20347.
 
     A soft gate in place of the clip: the gradient at r = 1 is that of r A, and it fades on both sides.
     """
     moving = advantages != 0
     # Held at e^20: the sigmoid is flat there anyway, and exp's overflow would make its gradient 0 x inf.
     ratio = torch.where(moving, log_ratio, 0).clamp(max=MAX_LOG_RATIO).exp()
-    tau = torch.where(advantages > 0, torch.full_like(ratio, tau_positive), torch.full_like(ratio, tau_negative))
+    positive = torch.full_like(ratio, tau_positive)
+    tau = torch.where(advantages > 0, positive, torch.full_like(ratio, tau_negative))
     return torch.where(moving, -advantages * torch.sigmoid(tau * (ratio - 1)) * 4 / tau, 0)
 
 
@@ -121,14 +135,15 @@ def vespo_weights(
     k_negative: float = 3.0,
     lambda_negative: float = 2.0,
 ) -> Tensor:
-    """phi(w) = w^k e^(lambda (1 - w)) with w = the product of the row's token ratios; phi(1) = 1. (N, T), no gradient.
+    """phi(w) = w^k e^(lambda (1 - w)), w = product of the row's token ratios; phi(1) = 1. (N, T), detached.
 
     VESPO, 2602.10693. k and lambda by the sign of the advantage. The exponents are bounded as in its code.
-    `log_correction` (N, T) is added to the token log-ratios: ln(p_old / p_rollout), after truncation or masking.
+    `log_correction` (N, T) is added to the token log-ratios: ln(p_old / p_rollout), truncated or masked.
     """
     log_ratio = torch.where(mask, token_log_ratio.detach(), 0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     if log_correction is not None:
-        log_ratio = log_ratio + torch.where(mask, log_correction, 0).clamp(_VESPO_MIN_LOG_WEIGHT, MAX_LOG_RATIO)
+        correction = torch.where(mask, log_correction, 0)
+        log_ratio = log_ratio + correction.clamp(_VESPO_MIN_LOG_WEIGHT, MAX_LOG_RATIO)
     log_weight = log_ratio.sum(dim=1, keepdim=True).clamp(_VESPO_MIN_LOG_WEIGHT, MAX_LOG_RATIO)  # (N, 1)
     positive = advantages >= 0
     k = torch.where(positive, k_positive, k_negative)
@@ -141,18 +156,25 @@ def vespo_objective(weights: Tensor, logprobs: Tensor, advantages: Tensor) -> Te
     return -weights.detach() * advantages * torch.where(advantages != 0, logprobs, 0)
 
 
-def gmpo_objective(
+def gmpo_log_ratio(
     token_log_ratio: Tensor, advantages: Tensor, mask: Tensor, *, epsilon_low: float, epsilon_high: float
 ) -> Tensor:
-    """-A exp(mean_t of the clipped log-ratios): the geometric mean over the row. GMPO, 2507.20673 eq. 4.
+    """mean_t of the clipped log-ratios, (N, T), the same along a row. GMPO, 2507.20673.
 
-    The log-ratio of each token is held at epsilon_high from above where A > 0 and at -epsilon_low from below where
-    A < 0 (the paper uses 0.4 for both), so one wild token can't carry the row. Advantages must be one per row,
-    (N, 1) or constant along it.
+    Its objective is -A exp of this: the geometric mean of the row's ratios. The log-ratio of each token is
+    held at epsilon_high from above where A > 0 and at -epsilon_low from below where A < 0 (the paper uses 0.4
+    for both), so one wild token can't carry the row.
+
+    Args:
+        token_log_ratio: (N, T).
+        advantages: (N, 1), or (N, T) of one sign along the row.
+        mask: (N, T) bool.
+        epsilon_low: bound in log space.
+        epsilon_high: bound in log space.
     """
     log_ratio = torch.where(mask & (advantages != 0), token_log_ratio, 0)
     upper = log_ratio.clamp(max=epsilon_high)
     lower = log_ratio.clamp(min=-epsilon_low)
     held = torch.where(advantages > 0, upper, lower)
     mean = held.sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True).clamp(min=1)
-    return (-advantages * mean.exp()).expand_as(log_ratio)
+    return mean.expand_as(log_ratio)

@@ -25,9 +25,9 @@ def loss_totals(
 ) -> dict[str, Tensor]:
     """Pairs (sum, count), float64, for every metric of a call.
 
-    Means are over counted tokens. With a sequence ratio, the clip fractions and the ratio's mean are over rows
-    (each token counts 1 / L_i of a row). Exponents are held at 20, so that a log file never holds an infinity
-    that hides the other values; `nonfinite_count` says how many counted log-probs were not finite.
+    Means are over counted tokens. With a sequence ratio, the clip fractions and the ratio's mean are over
+    rows (each token counts 1 / L_i of a row). Exponents are held at 20, so that a log file never holds an
+    infinity that hides the other values; `nonfinite_count` says how many counted log-probs were not finite.
 
     Args:
         parts: scalars that are sums already: the loss and its parts.
@@ -48,7 +48,7 @@ def loss_totals(
     clipped = {"": low | high | dual, "_low": low, "_high": high, "_dual": dual}
     totals |= {f"clip_fraction{suffix}": _mean(which, share) for suffix, which in clipped.items()}
     totals["ratio_mean"] = _mean(ratio, share)
-    totals["ratio_max"] = _single(torch.where(mask, ratio, 0).max() if mask.numel() else ratio.new_zeros(()))
+    totals["ratio_max"] = _max(ratio, mask)
     tokens = mask.double()
     totals["approx_kl"] = _mean(k3_kl(old, logp), tokens)  # samples come from the old policy: KL(old || new)
     totals["approx_kl_k1"] = _mean(k1_kl(logp, old), tokens)
@@ -57,7 +57,7 @@ def loss_totals(
     if behaviour is not None:
         distance = (old - behaviour).abs()
         totals["logprob_mismatch"] = _mean(distance, tokens)
-        totals["logprob_mismatch_max"] = _single(torch.where(mask, distance, 0).max())
+        totals["logprob_mismatch_max"] = _max(distance, mask)
     totals["token_count"] = _single(tokens.sum())
     totals["row_count"] = _single((lengths > 0).sum())
     totals["nonfinite_count"] = _single((mask & ~(torch.isfinite(logp) & torch.isfinite(old))).sum())
@@ -88,6 +88,11 @@ def _clipped(
 def _mean(values: Tensor, share: Tensor) -> Tensor:
     counted = torch.where(share > 0, values.detach().double(), 0)
     return torch.stack([(counted * share).sum(), share.sum()])
+
+
+def _max(values: Tensor, mask: Tensor) -> Tensor:
+    """Largest of the counted values (none of them negative); 0 if none counted."""
+    return _single(torch.where(mask, values, 0).max() if mask.numel() else values.new_zeros(()))
 
 
 def _single(value: Tensor) -> Tensor:

@@ -11,8 +11,8 @@ from grpo_lit.errors import UserError
 def soft_overlong_penalty(lengths: Tensor, max_length: int, cache: int) -> Tensor:
     """Penalty that grows over the last `cache` tokens before the limit. DAPO, 2503.14476 eq. 13.
 
-    0 for L <= max_length - cache; ((max_length - cache) - L) / cache up to max_length; -1 beyond it. Added to the
-    reward. DAPO used max_length 20480 and cache 4096.
+    0 for L <= max_length - cache; ((max_length - cache) - L) / cache up to max_length; -1 beyond it. Added to
+    the reward. DAPO used max_length 20480 and cache 4096.
 
     Args:
         lengths: (N,) tokens of each completion.
@@ -50,8 +50,8 @@ def length_penalty(rewards: Tensor, lengths: Tensor, coef: float) -> Tensor:
 def drop_rows(completion_mask: Tensor, dropped: Tensor) -> Tensor:
     """The mask with whole rows taken out, such as truncated ones (DAPO's overlong filtering, 2503.14476).
 
-    `token_weights` of the result leaves the rows out of numerator and denominator. Set their rewards to NaN as
-    well to keep them out of their group's mean.
+    `token_weights` of the result leaves the rows out of numerator and denominator. Set their rewards to NaN
+    as well to keep them out of their group's mean.
 
     Args:
         completion_mask: (N, T) bool.

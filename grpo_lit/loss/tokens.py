@@ -38,7 +38,7 @@ class TokenSelection(NamedTuple):
 def token_covariance(advantages: Tensor, logprobs: Tensor, mask: Tensor) -> Tensor:
     """(A_t - mean A)(logp_t - mean logp), means over the tokens of the mask; 0 elsewhere. (N, T) float64.
 
-    Cui et al., 2505.22617, section 4.1: a softmax policy loses entropy at the rate of this covariance.
+    Cui et al., 2505.22617: a softmax policy loses entropy at the rate of this covariance.
 
     Args:
         advantages: (N,), (N, 1) or (N, T).
@@ -65,12 +65,14 @@ def select_tokens(
 
     With n = number of counted tokens and k = max(1, int(share x n)):
 
-    - ``clip_cov`` (2505.22617 eq. 11): k of the tokens whose covariance lies in (clip_cov_low, clip_cov_high)
-      give no policy gradient. The paper draws them at random; here they are the k largest, so that a replay or
+    - ``clip_cov`` (2505.22617): k of the tokens whose covariance lies in (clip_cov_low, clip_cov_high) give
+      no policy gradient. The paper draws them at random; here they are the k largest, so that a replay or
       another split of the batch picks the same ones.
-    - ``kl_cov`` (2505.22617 eq. 13): the k tokens of largest covariance get coef x |logp - logp_old|.
-    - ``sent`` (2512.04359): among the share of tokens with the lowest entropy, the k of largest covariance get
-      2 x coef, the k of smallest covariance 0.5 x coef; k is counted among those.
+    - ``kl_cov`` (2505.22617): the k tokens of largest covariance get coef x |logp - logp_old|.
+    - ``sent`` (2512.04359): among the share of tokens with the lowest entropy, the k of largest covariance
+      get 2 x coef, the k of smallest covariance 0.5 x coef; k is a share of those tokens.
+
+    The distance to the old policy has no gradient at ratio 1, so the last two do nothing in the first pass.
 
     Args:
         logprobs: (N, T), those of the old policy when called before the passes.
@@ -97,7 +99,7 @@ def select_tokens(
         picked = _top(covariance, mask, _share(config.token_rule_share, mask))
         return TokenSelection(policy_mask, torch.where(picked, config.token_rule_coef, coef))
     if entropy is None:
-        raise UserError("entropy", None, "the (N, T) token entropies, which model.loss.token_rule='sent' needs")
+        raise UserError("entropy", None, "a tensor (N, T), since model.loss.token_rule='sent'")
     calm = _top(-entropy.detach().double(), mask, _share(config.sent_entropy_share, mask))
     covariance = token_covariance(advantages, logprobs, calm)
     count = _share(config.token_rule_share, calm)

@@ -72,7 +72,8 @@ def token_weights(
         row_weights = safe_lengths.pow(alpha - 1) / rows
     else:
         if max_completion_length is None or max_completion_length < 1:
-            raise UserError("max_completion_length", max_completion_length, ">= 1 with reduction='fixed_length'")
+            accepted = ">= 1 with reduction='fixed_length'"
+            raise UserError("max_completion_length", max_completion_length, accepted)
         row_weights = (1 / (rows * max_completion_length)).expand_as(lengths)
     return torch.where(mask, row_weights[:, None], 0).float()
 
