@@ -1,0 +1,289 @@
+r"""Low-rank adapters (LoRA, https://arxiv.org/abs/2106.09685, equation 3) over frozen linear layers.
+
+                 x (..., in)
+        ┌─────────────┴─────────────┐
+        │ frozen                    │ trained
+   W (out, in)                 A (r, in)      random, kaiming-uniform as in nn.Linear
+   fp32 | bf16 | NF4                │
+        │                      B (out, r)     zeros, so that the first forward is the base's
+        │                           │
+        │                      x alpha / r
+        └─────────────┬─────────────┘
+                 y = W x + (alpha / r) B A x
+
+The base layer may be ``nn.Linear``, bitsandbytes' ``Linear4bit`` or GPT-2's ``Conv1D`` (whose weight
+is stored (in, out)). `save_adapter` and `load_adapter` use PEFT's folder layout.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors.torch import load_file, save
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from grpo_lit.errors import UserError
+
+DEFAULT_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
+_PEFT_PREFIX = "base_model.model."
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass
+class LoRAConfig:
+    """Which projections get adapters, and how large they are."""
+
+    rank: int = 16
+    """Rank r of the update B A."""
+    alpha: float = 32.0
+    """Scale: the update is multiplied by alpha / rank."""
+    targets: list[str] = field(default_factory=lambda: list(DEFAULT_TARGETS))
+    """Names of the projections to adapt, matched against the last part of a module's name. GPT-2's fused
+    query-key-value projection is c_attn, its output projections are c_proj."""
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    """Dtype of A and B. fp32 keeps small updates that bf16 would round away."""
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise UserError("model.lora.rank", self.rank, "a whole number of at least 1")
+        if self.alpha <= 0:
+            raise UserError("model.lora.alpha", self.alpha, "a number above 0")
+        if not self.targets:
+            raise UserError("model.lora.targets", self.targets, "at least one projection name, such as q_proj")
+
+
+class LoRALinear(nn.Module):
+    """A frozen linear layer plus a trainable low-rank update.
+
+    Args:
+        base_layer: ``nn.Linear``, a bitsandbytes 4-bit linear, or ``Conv1D``; its parameters are frozen here.
+        rank: r.
+        alpha: the update is scaled by alpha / rank.
+        dtype: dtype of A (rank, in) and B (out, rank).
+    """
+
+    def __init__(self, base_layer: nn.Module, rank: int, alpha: float, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.base_layer = base_layer.requires_grad_(False)
+        self.in_features, self.out_features = linear_shape(base_layer)
+        self.rank = rank
+        self.alpha = alpha
+        self.scaling = alpha / rank
+        self.enabled = True
+        device = next(base_layer.parameters()).device
+        self.lora_A = nn.Parameter(torch.empty(rank, self.in_features, dtype=dtype, device=device))
+        self.lora_B = nn.Parameter(torch.zeros(self.out_features, rank, dtype=dtype, device=device))
+        nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map x (..., in) to (..., out) in the dtype of the base layer's output."""
+        y: Tensor = self.base_layer(x)
+        if not self.enabled:
+            return y
+        low_rank = nn.functional.linear(x.to(self.lora_A.dtype), self.lora_A)
+        update = nn.functional.linear(low_rank, self.lora_B)
+        return y + (update * self.scaling).to(y.dtype)
+
+    def delta_weight(self) -> Tensor:
+        """The update (alpha / r) B A, of shape (out, in), in float32."""
+        return (self.lora_B.float() @ self.lora_A.float()) * self.scaling
+
+    def extra_repr(self) -> str:
+        return f"rank={self.rank}, alpha={self.alpha}"
+
+
+def linear_shape(layer: nn.Module) -> tuple[int, int]:
+    """(in_features, out_features) of a linear layer, ``Conv1D`` included."""
+    if isinstance(layer, Conv1D):
+        return int(layer.weight.shape[0]), int(layer.weight.shape[1])
+    return int(layer.in_features), int(layer.out_features)  # type: ignore[arg-type]
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module can carry an adapter: ``nn.Linear`` (4-bit ones are its subclass) or ``Conv1D``."""
+    return isinstance(module, nn.Linear | Conv1D)
+
+
+def inject_lora(
+    model: nn.Module,
+    rank: int,
+    alpha: float,
+    targets: Sequence[str] = DEFAULT_TARGETS,
+    *,
+    dtype: torch.dtype = torch.float32,
+) -> list[str]:
+    """Freeze a model and wrap its target projections in `LoRALinear`, in place.
+
+    Args:
+        model: any module; every parameter of it is frozen.
+        rank: r of the update.
+        alpha: scale; the update is multiplied by alpha / rank.
+        targets: last parts of the names of the projections to adapt.
+        dtype: dtype of the adapters.
+
+    Returns:
+        The names of the adapted modules, in the order of ``model.named_modules()``.
+
+    Raises:
+        UserError: a target matches no linear layer of the model.
+    """
+    model.requires_grad_(False)
+    wanted = [
+        (name, module)
+        for name, module in model.named_modules()
+        if is_linear(module) and name.rpartition(".")[2] in targets
+    ]
+    missing = [target for target in targets if all(name.rpartition(".")[2] != target for name, _ in wanted)]
+    if missing:
+        known = sorted({name.rpartition(".")[2] for name, module in model.named_modules() if is_linear(module)})
+        raise UserError("model.lora.targets", missing[0], f"a linear layer of this model: {', '.join(known)}")
+    for name, module in wanted:
+        parent_name, _, child = name.rpartition(".")
+        parent = model.get_submodule(parent_name) if parent_name else model
+        setattr(parent, child, LoRALinear(module, rank, alpha, dtype))
+    return [name for name, _ in wanted]
+
+
+def lora_layers(model: nn.Module) -> Iterator[tuple[str, LoRALinear]]:
+    """Name and module of every adapter of a model."""
+    for name, module in model.named_modules():
+        if isinstance(module, LoRALinear):
+            yield name, module
+
+
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """Within the context the model computes as the frozen base: the reference policy of the KL term."""
+    layers = [layer for _, layer in lora_layers(model)]
+    before = [layer.enabled for layer in layers]
+    try:
+        for layer in layers:
+            layer.enabled = False
+        yield
+    finally:
+        for layer, enabled in zip(layers, before, strict=True):
+            layer.enabled = enabled
+
+
+def merge_lora(model: nn.Module) -> int:
+    """Add every update to its base weight and unwrap the adapters, in place.
+
+    Only floating-point bases are merged: rounding the sum back to 4 bits would lose most of the update
+    (https://github.com/huggingface/peft/issues/2501), so a 4-bit base has to be loaded in bf16 first.
+
+    Returns:
+        The number of merged layers.
+
+    Raises:
+        UserError: the base is quantized.
+    """
+    layers = list(lora_layers(model))
+    for name, layer in layers:
+        weight = layer.base_layer.weight
+        if not weight.is_floating_point():  # type: ignore[operator]
+            raise UserError("model.policy.quantization", name, "a floating-point base to merge into")
+    for name, layer in layers:
+        delta = layer.delta_weight()
+        weight = layer.base_layer.weight
+        with torch.no_grad():
+            update = delta.T if isinstance(layer.base_layer, Conv1D) else delta
+            weight.copy_((weight.float() + update.to(weight.device)).to(weight.dtype))  # type: ignore[operator, union-attr, arg-type]
+        parent_name, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent_name) if parent_name else model, child, layer.base_layer)
+    return len(layers)
+
+
+def adapter_state(model: nn.Module) -> dict[str, Tensor]:
+    """The adapters under PEFT's parameter names, on the CPU."""
+    state: dict[str, Tensor] = {}
+    for name, layer in lora_layers(model):
+        state[f"{_PEFT_PREFIX}{name}.lora_A.weight"] = layer.lora_A.detach().cpu().contiguous()
+        state[f"{_PEFT_PREFIX}{name}.lora_B.weight"] = layer.lora_B.detach().cpu().contiguous()
+    return state
+
+
+def save_adapter(model: nn.Module, folder: str | Path, *, base_model: str) -> None:
+    """Write a model's adapters as a folder that ``peft.PeftModel.from_pretrained`` loads.
+
+    Args:
+        model: a model with adapters from `inject_lora`.
+        folder: where ``adapter_config.json`` and ``adapter_model.safetensors`` go; made if missing.
+        base_model: hub id or path of the base, for PEFT's ``base_model_name_or_path``.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    layers = dict(lora_layers(model))
+    any_layer = next(iter(layers.values()))
+    config: dict[str, Any] = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_model,
+        "r": any_layer.rank,
+        "lora_alpha": any_layer.alpha,
+        "lora_dropout": 0.0,
+        "target_modules": sorted({name.rpartition(".")[2] for name in layers}),
+        "fan_in_fan_out": isinstance(any_layer.base_layer, Conv1D),
+        "bias": "none",
+        "inference_mode": True,
+    }
+    tmp = folder / (ADAPTER_WEIGHTS + ".tmp")
+    tmp.write_bytes(save(adapter_state(model), metadata={"format": "pt"}))
+    tmp.replace(folder / ADAPTER_WEIGHTS)
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+
+
+def read_adapter_config(folder: str | Path, *, argument: str) -> dict[str, Any]:
+    """Read ``adapter_config.json`` of a PEFT LoRA folder.
+
+    Raises:
+        UserError: the folder holds no LoRA adapter.
+    """
+    path = Path(folder) / ADAPTER_CONFIG
+    if not path.is_file():
+        raise UserError(argument, str(folder), f"a PEFT adapter folder with {ADAPTER_CONFIG}")
+    config: dict[str, Any] = json.loads(path.read_text())
+    if config.get("peft_type") != "LORA":
+        raise UserError(argument, str(folder), "an adapter whose peft_type is LORA")
+    return config
+
+
+def load_adapter(model: nn.Module, folder: str | Path, *, argument: str = "adapter") -> None:
+    """Load a PEFT LoRA folder into a model's adapters, injecting them first if there are none.
+
+    Raises:
+        UserError: the folder is no LoRA adapter, or was made for another model or rank.
+    """
+    config = read_adapter_config(folder, argument=argument)
+    if not any(True for _ in lora_layers(model)):
+        inject_lora(model, config["r"], config["lora_alpha"], tuple(config["target_modules"]))
+    copy_adapter_state(model, load_file(Path(folder) / ADAPTER_WEIGHTS), argument=argument, source=str(folder))
+
+
+def copy_adapter_state(model: nn.Module, state: Mapping[str, Tensor], *, argument: str, source: str) -> None:
+    """Copy tensors named as `adapter_state` names them into the model, checking names and shapes first.
+
+    Raises:
+        UserError: names or shapes differ from this model's adapters.
+    """
+    own = adapter_state(model)
+    if own.keys() != state.keys() or any(own[key].shape != state[key].shape for key in own):
+        raise UserError(argument, source, f"an adapter of this model ({len(own)} tensors of its shapes)")
+    with torch.no_grad():
+        for name, layer in lora_layers(model):
+            layer.lora_A.copy_(state[f"{_PEFT_PREFIX}{name}.lora_A.weight"])
+            layer.lora_B.copy_(state[f"{_PEFT_PREFIX}{name}.lora_B.weight"])
+
+
+def lora_dtype(config: LoRAConfig) -> torch.dtype:
+    """The torch dtype that a `LoRAConfig` names."""
+    return _DTYPES[config.dtype]

@@ -1,0 +1,108 @@
+"""Where a model comes from: hub id, folder, GGUF file, or a path inside an installed package.
+
+Resolved without loading any weight, so that a wrong path is reported before the long part starts.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, PretrainedConfig
+
+from grpo_lit.errors import SystemFault, UserError
+
+PACKAGE_SCHEME = "package:"
+_ACCEPTED = "a hub id (org/name), a folder with config.json, a .gguf file, or package:NAME[/path]"
+_HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[\w.-]+)?$")
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A resolved model location: the arguments of transformers' ``from_pretrained``."""
+
+    spec: str
+    """What the user wrote."""
+    location: str
+    """Folder on this machine, or hub id."""
+    gguf_file: str | None = None
+    """Name of the GGUF file inside ``location``."""
+    is_local: bool = True
+
+    @property
+    def kwargs(self) -> dict[str, Any]:
+        """Keyword arguments that every ``from_pretrained`` call of this source needs."""
+        return {"gguf_file": self.gguf_file} if self.gguf_file else {}
+
+
+def resolve_model_source(spec: str, *, argument: str = "model.policy.path") -> ModelSource:
+    """Find out what kind of model location a string names.
+
+    Args:
+        spec: hub id, folder, ``config.json`` or ``.gguf`` file, or ``package:NAME[/path]``, a path inside an
+            installed Python package (which is found without being imported).
+        argument: the name to use in error messages.
+
+    Raises:
+        UserError: no such package, folder or file, or the folder is not a model.
+    """
+    path = _package_path(spec, argument) if spec.startswith(PACKAGE_SCHEME) else Path(spec).expanduser()
+    if path.is_file():
+        if path.suffix == ".gguf":
+            return ModelSource(spec, str(path.parent), gguf_file=path.name)
+        if path.name == "config.json":
+            return ModelSource(spec, str(path.parent))
+        raise UserError(argument, spec, _ACCEPTED)
+    if path.is_dir():
+        return _folder_source(spec, path, argument)
+    if spec.startswith(PACKAGE_SCHEME) or spec.startswith((".", "/", "~")) or not _HUB_ID.match(spec):
+        raise UserError(argument, spec, _ACCEPTED)
+    return ModelSource(spec, spec, is_local=False)
+
+
+def _package_path(spec: str, argument: str) -> Path:
+    name, _, inside = spec.removeprefix(PACKAGE_SCHEME).partition("/")
+    found = importlib.util.find_spec(name) if name.isidentifier() else None
+    if found is None or not found.submodule_search_locations:
+        raise UserError(argument, spec, f"package:NAME of an installed package (pip install {name}?)")
+    root = Path(next(iter(found.submodule_search_locations)))
+    return root / inside if inside else root
+
+
+def _folder_source(spec: str, folder: Path, argument: str) -> ModelSource:
+    if (folder / "config.json").is_file():
+        return ModelSource(spec, str(folder))
+    ggufs = sorted(folder.glob("*.gguf"))
+    if len(ggufs) == 1:
+        return ModelSource(spec, str(folder), gguf_file=ggufs[0].name)
+    if ggufs:
+        names = ", ".join(file.name for file in ggufs)
+        raise UserError(argument, spec, f"one GGUF file; the folder has {names}")
+    raise UserError(argument, spec, _ACCEPTED)
+
+
+def load_model_config(source: ModelSource, *, argument: str = "model.policy.path") -> PretrainedConfig:
+    """Read a model's configuration (architecture and sizes) without its weights.
+
+    Raises:
+        UserError: the location has no readable causal language model configuration.
+        SystemFault: the hub can't be reached.
+    """
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(source.location, **source.kwargs)
+    except (OSError, ValueError, KeyError) as error:
+        if not source.is_local and _is_network_error(error):
+            raise SystemFault(
+                f"{argument}={source.spec!r}: the model hub can't be reached and the model is not cached; "
+                f"download it first or give {_ACCEPTED}"
+            ) from error
+        raise UserError(argument, source.spec, _ACCEPTED) from error
+    return config
+
+
+def _is_network_error(error: BaseException) -> bool:
+    text = str(error).lower()
+    return any(hint in text for hint in ("connect", "offline", "resolve", "timed out", "internet"))

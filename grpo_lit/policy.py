@@ -1,0 +1,268 @@
+"""The policy: a causal language model, frozen or not, quantized or not, that scores completions.
+
+`load_policy` builds it from a `PolicyConfig`; `Policy.score` gives the log-probs and entropies of completions at
+the sampling temperature without ever holding the (N, T, V) logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
+
+from grpo_lit.errors import SystemFault, UserError
+from grpo_lit.kernels import linear_logprobs
+from grpo_lit.lora import LoRAConfig, inject_lora, lora_dtype
+from grpo_lit.model_source import ModelSource, load_model_config, resolve_model_source
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_DROPOUT_FIELDS = ("attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop", "hidden_dropout", "dropout")
+
+
+@dataclass
+class PolicyConfig:
+    """Which model is trained and in which number format its base is held."""
+
+    path: str
+    """Hub id, folder with config.json, .gguf file, or package:NAME[/path] for files inside an installed package."""
+    dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
+    """Dtype of the weights that are not quantized, and of the computation."""
+    quantization: Literal["nf4"] | None = None
+    """nf4 holds the linear layers of the frozen base in 4 bits (bitsandbytes, double quantization); needs LoRA."""
+    random_weights: bool = False
+    """Draw the weights instead of loading them: the model's shape, nothing learnt. For tests and benchmarks."""
+    tokenizer: str | None = None
+    """Where the tokenizer comes from, if not from path."""
+    attn_implementation: str = "sdpa"
+    """Attention of transformers: sdpa, eager, flash_attention_2, ..."""
+    gradient_checkpointing: bool = False
+    """Recompute each layer in the backward pass instead of keeping its activations: about 30 % slower, far smaller."""
+
+
+class TokenScores(NamedTuple):
+    """What the policy says of sampled tokens; zeros where the mask is False."""
+
+    logprobs: Tensor
+    """(N, T) float32, log-probability of each sampled token at the sampling temperature."""
+    entropy: Tensor
+    """(N, T) float32, entropy in nats of the distribution each token was drawn from."""
+
+
+class Policy(nn.Module):
+    """A causal language model with the two things GRPO asks of it: generate (through `model`) and score.
+
+    Args:
+        model: a transformers causal language model, adapters included.
+        source: where it came from.
+        gradient_checkpointing: recompute activations in the backward pass.
+    """
+
+    def __init__(self, model: PreTrainedModel, source: ModelSource, gradient_checkpointing: bool = False) -> None:
+        super().__init__()
+        self.model = model
+        self.source = source
+        self.gradient_checkpointing = gradient_checkpointing
+        if gradient_checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        self._head = _OutputHead.of(model)
+        self.eos_token_ids = _eos_token_ids(model)
+        # A model's own sampling defaults (penalties, suppressed tokens) would make rollouts differ from scoring.
+        model.generation_config = GenerationConfig()
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the weights."""
+        return self.model.device
+
+    def trainable_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Name and parameter of everything that is trained, in a fixed order."""
+        return [(name, parameter) for name, parameter in self.named_parameters() if parameter.requires_grad]
+
+    @contextmanager
+    def generating(self) -> Iterator[PreTrainedModel]:
+        """Eval mode without gradients: checkpointing off and the KV cache on; the mode before is restored."""
+        was_training = self.model.training
+        self.model.eval()
+        try:
+            with torch.no_grad():
+                yield self.model
+        finally:
+            self.model.train(was_training)
+
+    def score(
+        self,
+        prompt_ids: Tensor,
+        prompt_mask: Tensor,
+        completion_ids: Tensor,
+        completion_mask: Tensor,
+        *,
+        temperature: float = 1.0,
+    ) -> TokenScores:
+        """Log-probs and entropies of completions, differentiable where the policy is.
+
+        Args:
+            prompt_ids: (N, P) long, left-padded.
+            prompt_mask: (N, P) bool, True at real tokens.
+            completion_ids: (N, T) long, right-padded.
+            completion_mask: (N, T) bool, True at real tokens, first EOS included.
+            temperature: the logits are divided by it, as in sampling.
+
+        Returns:
+            `TokenScores` of (N, T) float32 tensors.
+        """
+        num_prompt_tokens = prompt_ids.shape[1]
+        attention_mask = torch.cat([prompt_mask, completion_mask], dim=1)  # (N, P + T)
+        # Absolute-position models (GPT-2) see where a row starts only through the position ids.
+        position_ids = (attention_mask.long().cumsum(dim=1) - 1).clamp_min(0)
+        self.model.train(self.gradient_checkpointing and torch.is_grad_enabled())
+        hidden = self._head.decoder(
+            input_ids=torch.cat([prompt_ids, completion_ids], dim=1),
+            attention_mask=attention_mask.long(),
+            position_ids=position_ids,
+            use_cache=False,
+        ).last_hidden_state  # (N, P + T, H)
+        # The hidden state before a token predicts it.
+        logprobs, entropy = linear_logprobs(
+            hidden[:, num_prompt_tokens - 1 : -1],
+            self._head.weight,
+            completion_ids,
+            bias=self._head.bias,
+            temperature=temperature / self._head.logit_scale,
+            softcap=self._head.softcap,
+            mask=completion_mask,
+        )
+        return TokenScores(logprobs.float(), entropy.float())
+
+
+class _OutputHead(NamedTuple):
+    """How a model's hidden states become logits: softcap(scale * (W h + b))."""
+
+    decoder: nn.Module
+    weight: Tensor
+    bias: Tensor | None
+    logit_scale: float
+    softcap: float | None
+
+    @staticmethod
+    def of(model: PreTrainedModel) -> _OutputHead:
+        head = model.get_output_embeddings()
+        decoder = getattr(model, model.base_model_prefix, None)
+        if head is None or decoder is None or decoder is model:
+            raise UserError("model.policy.path", type(model).__name__, "a causal language model with an output layer")
+        config = model.config
+        scale = float(getattr(config, "logit_scale", None) or 1.0)  # Cohere multiplies
+        scale /= float(getattr(config, "logits_scaling", None) or 1.0)  # Granite divides
+        softcap = getattr(config, "final_logit_softcapping", None)  # Gemma 2
+        return _OutputHead(decoder, head.weight, getattr(head, "bias", None), scale, softcap)
+
+
+def _eos_token_ids(model: PreTrainedModel) -> list[int]:
+    configured = getattr(model.generation_config, "eos_token_id", None)
+    if configured is None:
+        configured = getattr(model.config, "eos_token_id", None)
+    return [] if configured is None else [configured] if isinstance(configured, int) else list(configured)
+
+
+def load_policy(
+    config: PolicyConfig, lora: LoRAConfig | None = None, *, device: torch.device | str = "cpu", seed: int = 0
+) -> Policy:
+    """Build the policy that a configuration describes.
+
+    Args:
+        config: model location and number format.
+        lora: adapters over a frozen base; None trains every weight.
+        device: where the weights go; 4-bit quantization happens there.
+        seed: of the adapters' and random weights' initial values, so that every rank draws the same.
+
+    Raises:
+        UserError: the location is no causal language model, or 4-bit without LoRA.
+        SystemFault: the model hub or the device can't be reached.
+    """
+    if config.quantization and lora is None:
+        raise UserError("model.lora", None, "a LoRA section: 4-bit weights can't be trained themselves")
+    source = resolve_model_source(config.path)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = _load_model(config, source)
+        if config.quantization == "nf4":
+            quantize_nf4(model, _DTYPES[config.dtype], torch.device(device))
+        model.to(device)
+        if lora is not None:
+            inject_lora(model, lora.rank, lora.alpha, tuple(lora.targets), dtype=lora_dtype(lora))
+    return Policy(model, source, config.gradient_checkpointing)
+
+
+def _load_model(config: PolicyConfig, source: ModelSource) -> PreTrainedModel:
+    model_config = without_dropout(load_model_config(source))
+    common: dict[str, Any] = {"dtype": _DTYPES[config.dtype], "attn_implementation": config.attn_implementation}
+    if config.random_weights:
+        model_config.quantization_config = None
+        return AutoModelForCausalLM.from_config(model_config, **common)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(source.location, config=model_config, **source.kwargs, **common)
+    except torch.OutOfMemoryError as error:
+        raise SystemFault(f"model.policy.path={source.spec!r}: does not fit into memory ({error})") from error
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise UserError("model.policy.path", source.spec, f"a causal language model ({one_line(error)})") from error
+    if source.gguf_file:
+        # The tensors are plain floating point by now; the entry would make transformers refuse to save or move it.
+        del model.config.quantization_config
+    return model
+
+
+def without_dropout(config: PretrainedConfig) -> PretrainedConfig:
+    """Set every dropout rate of a model configuration to 0.
+
+    The importance ratio compares two passes over the same tokens; dropout would make it noise.
+    """
+    for name in _DROPOUT_FIELDS:
+        if isinstance(getattr(config, name, None), float):
+            setattr(config, name, 0.0)
+    return config
+
+
+def quantize_nf4(model: nn.Module, compute_dtype: torch.dtype, device: torch.device) -> int:
+    """Hold every linear layer but the output layer in NF4 with double quantization (QLoRA, 2305.14314), in place.
+
+    Embedding and output layer stay as they are: their rows are looked up or scored one by one, and 4 bits there
+    cost accuracy on every token.
+
+    Args:
+        model: a transformers causal language model on the CPU.
+        compute_dtype: dtype the 4-bit blocks are dequantized to.
+        device: where the quantization happens and the layer stays.
+
+    Returns:
+        The number of quantized layers.
+
+    Raises:
+        SystemFault: bitsandbytes is not installed or does not support the device.
+    """
+    try:
+        from grpo_lit.frozen4bit import FrozenLinear4bit
+    except ImportError as error:
+        raise SystemFault("model.policy.quantization=nf4 needs bitsandbytes: pip install bitsandbytes") from error
+    head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
+    layers = [
+        (name, module)
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear and module is not head
+    ]
+    if not layers:
+        raise UserError("model.policy.quantization", "nf4", "null: this model has no nn.Linear layers to quantize")
+    for name, module in layers:
+        parent_name, _, child = name.rpartition(".")
+        quantized = FrozenLinear4bit.from_linear(module, compute_dtype, device)
+        setattr(model.get_submodule(parent_name) if parent_name else model, child, quantized)
+    return len(layers)
+
+
+def one_line(error: BaseException, limit: int = 200) -> str:
+    """An exception's text on one line, cut to a readable length."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= limit else text[: limit - 3] + "..."
