@@ -1,0 +1,7 @@
+"""Prompts and their gold answers: datasets, order, batches."""
+
+from grpo_lit.datamodules.datasets import DATASETS, DatasetSpec, load_rows
+from grpo_lit.datamodules.loader import PromptBatch, PromptLoader
+from grpo_lit.datamodules.math import MathDataModule
+
+__all__ = ["DATASETS", "DatasetSpec", "MathDataModule", "PromptBatch", "PromptLoader", "load_rows"]

@@ -1,0 +1,237 @@
+"""What every rollout engine takes and gives: `SamplingConfig`, `Rollout`, the `RolloutEngine` protocol."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from grpo_lit.errors import UserError
+
+if TYPE_CHECKING:
+    from grpo_lit.policy import Policy
+    from grpo_lit.prompts import PromptEncoder
+
+Progress = Callable[[int, int], None]
+"""Called with (rows finished, tokens sampled so far)."""
+
+
+@dataclass
+class SamplingConfig:
+    """How tokens are drawn."""
+
+    temperature: float = 1.0
+    """Logits are divided by it before sampling, and in scoring too; 0 is greedy."""
+    top_p: float = 1.0
+    """Keep the smallest set of tokens whose probability reaches this; 1.0 is off."""
+    top_k: int = 0
+    """Keep the k most probable tokens; 0 is off."""
+    min_p: float = 0.0
+    """Drop tokens below this share of the most probable one's probability; 0.0 is off."""
+    max_completion_length: int = 256
+    """Tokens after which a completion is cut; one that is cut has no EOS and counts as truncated."""
+
+    def validate(self, argument: str) -> None:
+        """Check every range.
+
+        Raises:
+            UserError: naming the field under `argument`.
+        """
+        if not self.temperature >= 0:
+            raise UserError(f"{argument}.temperature", self.temperature, "a number of at least 0")
+        if not 0 < self.top_p <= 1:
+            raise UserError(f"{argument}.top_p", self.top_p, "a number above 0 and at most 1")
+        if self.top_k < 0:
+            raise UserError(f"{argument}.top_k", self.top_k, "a whole number of at least 0")
+        if not 0 <= self.min_p < 1:
+            raise UserError(f"{argument}.min_p", self.min_p, "a number of at least 0 and below 1")
+        if self.max_completion_length < 1:
+            raise UserError(f"{argument}.max_completion_length", self.max_completion_length, "at least 1 token")
+
+    @property
+    def truncates(self) -> bool:
+        """Whether part of the distribution is cut away."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+
+
+@dataclass
+class RolloutConfig:
+    """How many completions a prompt gets in training, how they are sampled and by which engine."""
+
+    group_size: int = 8
+    """Completions per prompt."""
+    engine: Literal["hf"] = "hf"
+    """hf: transformers' generate with a KV cache, in the weights that are trained."""
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    """Temperature, truncation and length."""
+    batch_size: int | None = None
+    """Rows generated at once: a memory knob that changes no draw. None takes all rows of a step together."""
+    allocator: Literal["uniform", "vigor"] = "uniform"
+    """uniform: group_size completions for every prompt. vigor: rounds that give more to prompts whose rewards vary."""
+    vigor_initial_count: int = 2
+    """Completions of every prompt in VIGOR's first round; doubled in each further round."""
+    vigor_rounds: int = 4
+    """VIGOR rounds; after each but the last, the half of the prompts with the larger reward variance goes on."""
+    vigor_seed: int | None = None
+    """Break ties of variance at random with this seed; null prefers the earlier prompt."""
+    layout: Literal["groups", "split"] = "groups"
+    """With several ranks: whole groups per rank, or every group split over all ranks."""
+
+    def __post_init__(self) -> None:
+        if self.group_size < 2:
+            raise UserError(
+                "model.rollout.group_size", self.group_size, "at least 2: an advantage compares completions of a group"
+            )
+        if self.batch_size is not None and self.batch_size < 1:
+            raise UserError("model.rollout.batch_size", self.batch_size, "at least 1 row, or null for all")
+        self.sampling.validate("model.rollout.sampling")
+        if self.sampling.temperature == 0:
+            raise UserError(
+                "model.rollout.sampling.temperature", 0.0, "a number above 0: greedy groups are all the same"
+            )
+        for name, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
+            value = getattr(self.sampling, name)
+            if value != off:
+                raise UserError(
+                    f"model.rollout.sampling.{name}",
+                    value,
+                    f"{off} in training: log-probs are scored over the whole vocabulary, so the ratio would be wrong",
+                )
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """Sampled completions, a row each.
+
+    Rows of one group lie together; groups may differ in size. Padding: prompts on the left, completions on the right.
+    """
+
+    prompt_ids: Tensor
+    """(N, P) long."""
+    prompt_mask: Tensor
+    """(N, P) bool, True at real tokens."""
+    completion_ids: Tensor
+    """(N, T) long."""
+    completion_mask: Tensor
+    """(N, T) bool, True up to and including the first EOS."""
+    group_ids: Tensor
+    """(N,) long, the position of each row's prompt in the call."""
+    logprobs: Tensor
+    """(N, T) float32, the engine's log-prob of each sampled token; 0 where the mask is False."""
+    truncated: Tensor
+    """(N,) bool, True where the length limit came before an EOS."""
+
+    @property
+    def num_rows(self) -> int:
+        """N."""
+        return self.completion_ids.shape[0]
+
+    @property
+    def lengths(self) -> Tensor:
+        """(N,) long, tokens of each completion, EOS included."""
+        return self.completion_mask.sum(dim=1)
+
+    @staticmethod
+    def concat(parts: Sequence[Rollout]) -> Rollout:
+        """The rows of several rollouts of the same prompts, one after the other."""
+        prompt_width = max(part.prompt_ids.shape[1] for part in parts)
+        width = max(part.completion_ids.shape[1] for part in parts)
+
+        def left(tensor: Tensor) -> Tensor:
+            return nn.functional.pad(tensor, (prompt_width - tensor.shape[1], 0))
+
+        def right(tensor: Tensor) -> Tensor:
+            return nn.functional.pad(tensor, (0, width - tensor.shape[1]))
+
+        return Rollout(
+            torch.cat([left(part.prompt_ids) for part in parts]),
+            torch.cat([left(part.prompt_mask) for part in parts]),
+            torch.cat([right(part.completion_ids) for part in parts]),
+            torch.cat([right(part.completion_mask) for part in parts]),
+            torch.cat([part.group_ids for part in parts]),
+            torch.cat([right(part.logprobs) for part in parts]),
+            torch.cat([part.truncated for part in parts]),
+        )
+
+    def select(self, rows: Tensor) -> Rollout:
+        """The given rows (M,) long, with padding columns that none of them needs cut off."""
+        prompt_mask, completion_mask = self.prompt_mask[rows], self.completion_mask[rows]
+        prompt_start = self.prompt_ids.shape[1] - max(int(prompt_mask.sum(dim=1).max()), 1)
+        completion_end = max(int(completion_mask.sum(dim=1).max()), 1)
+        return Rollout(
+            self.prompt_ids[rows][:, prompt_start:],
+            prompt_mask[:, prompt_start:],
+            self.completion_ids[rows][:, :completion_end],
+            completion_mask[:, :completion_end],
+            self.group_ids[rows],
+            self.logprobs[rows][:, :completion_end],
+            self.truncated[rows],
+        )
+
+
+class RolloutEngine(Protocol):
+    """Samples completions from the current policy."""
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        counts: Sequence[int],
+        keys: NDArray[np.uint64],
+        sampling: SamplingConfig,
+        progress: Progress | None = None,
+    ) -> Rollout:
+        """Sample ``counts[i]`` completions of ``prompts[i]``.
+
+        Args:
+            prompts: token ids of each prompt, no padding.
+            counts: completions wanted of each prompt; may differ, may be 0.
+            keys: (N, 2) uint64 sampling keys, N = sum of counts, prompts outer and completions inner.
+            sampling: temperature, truncation, length.
+            progress: told about finished rows and tokens as they come.
+        """
+        ...
+
+
+def build_engine(config: RolloutConfig, policy: Policy, encoder: PromptEncoder) -> RolloutEngine:
+    """The engine that a configuration names, over the policy's own weights."""
+    from grpo_lit.rollout.hf import HFEngine
+
+    return HFEngine(policy, encoder.tokenizer, batch_size=config.batch_size)
+
+
+def completion_mask_of(completion_ids: Tensor, eos_token_ids: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Mask and truncation from the position of the first EOS.
+
+    Never from ``ids == pad``: pad is often EOS, and a model may sample the pad token itself.
+
+    Args:
+        completion_ids: (N, T) long.
+        eos_token_ids: every token that ends a completion.
+
+    Returns:
+        completion_mask (N, T) bool, first EOS included, and truncated (N,) bool.
+
+    >>> mask, truncated = completion_mask_of(torch.tensor([[5, 2, 2], [5, 6, 7]]), [2])
+    >>> mask.tolist(), truncated.tolist()
+    ([[True, True, False], [True, True, True]], [False, True])
+    """
+    is_eos = torch.isin(completion_ids, torch.tensor(list(eos_token_ids), device=completion_ids.device))
+    eos_before = is_eos.long().cumsum(dim=1) - is_eos.long()
+    return eos_before == 0, ~is_eos.any(dim=1)
+
+
+def left_pad(rows: Sequence[Sequence[int]], pad_token_id: int) -> tuple[Tensor, Tensor]:
+    """Stack token lists to (N, P) long, padded on the left, with their mask (N, P) bool."""
+    width = max((len(row) for row in rows), default=1)
+    ids = torch.full((len(rows), width), pad_token_id, dtype=torch.long)
+    mask = torch.zeros((len(rows), width), dtype=torch.bool)
+    for index, row in enumerate(rows):
+        if row:
+            ids[index, width - len(row) :] = torch.tensor(list(row), dtype=torch.long)
+            mask[index, width - len(row) :] = True
+    return ids, mask

@@ -1,0 +1,113 @@
+"""The plain engine: transformers' ``generate`` with a KV cache, in the weights that are trained."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedTokenizerBase
+
+from grpo_lit.policy import Policy
+from grpo_lit.rollout.base import Progress, Rollout, SamplingConfig, completion_mask_of, left_pad
+from grpo_lit.rollout.sampling import SeededSampler, uniforms
+
+
+class HFEngine:
+    """Samples with transformers' ``generate``.
+
+    Args:
+        policy: the policy; its adapters are live.
+        tokenizer: for the pad and EOS tokens.
+        batch_size: rows generated at once; None takes all.
+    """
+
+    def __init__(self, policy: Policy, tokenizer: PreTrainedTokenizerBase, *, batch_size: int | None = None) -> None:
+        self.policy = policy
+        self.batch_size = batch_size
+        self.eos_token_ids = eos_token_ids(policy, tokenizer)
+        self.pad_token_id = int(tokenizer.pad_token_id)  # type: ignore[arg-type]
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        counts: Sequence[int],
+        keys: NDArray[np.uint64],
+        sampling: SamplingConfig,
+        progress: Progress | None = None,
+    ) -> Rollout:
+        """Sample; see `RolloutEngine.generate`. All tensors of the result lie on the policy's device."""
+        groups = [group for group, count in enumerate(counts) for _ in range(count)]
+        size = self.batch_size or max(len(groups), 1)
+        parts: list[tuple[Tensor, Tensor]] = []
+        num_tokens = 0
+        for start in range(0, len(groups), size):
+            chunk = slice(start, start + size)
+            parts.append(self._generate_rows([prompts[group] for group in groups[chunk]], keys[chunk], sampling))
+            if progress is not None:
+                num_tokens += parts[-1][0].numel()
+                progress(min(start + size, len(groups)), num_tokens)
+        return self._assemble(prompts, groups, parts)
+
+    def _generate_rows(
+        self, rows: Sequence[Sequence[int]], keys: NDArray[np.uint64], sampling: SamplingConfig
+    ) -> tuple[Tensor, Tensor]:
+        """Token ids (n, T) long and log-probs (n, T) float32 of one batch of rows."""
+        device = self.policy.device
+        prompt_ids, prompt_mask = left_pad(rows, self.pad_token_id)
+        uniform = uniforms(keys, sampling.max_completion_length).to(device)
+        sampler = SeededSampler(
+            uniform, prompt_ids.shape[1], sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p
+        )
+        config = GenerationConfig(
+            max_new_tokens=sampling.max_completion_length,
+            do_sample=False,
+            use_cache=True,
+            eos_token_id=self.eos_token_ids,
+            pad_token_id=self.pad_token_id,
+        )
+        with self.policy.generating() as model:
+            sequences = model.generate(  # type: ignore[operator]
+                input_ids=prompt_ids.to(device),
+                attention_mask=prompt_mask.long().to(device),
+                generation_config=config,
+                logits_processor=LogitsProcessorList([sampler]),
+            )
+        assert isinstance(sequences, Tensor)
+        return sequences[:, prompt_ids.shape[1] :], torch.stack(sampler.logprobs, dim=1)
+
+    def _assemble(
+        self, prompts: Sequence[Sequence[int]], groups: list[int], parts: list[tuple[Tensor, Tensor]]
+    ) -> Rollout:
+        device = self.policy.device
+        prompt_ids, prompt_mask = left_pad([prompts[group] for group in groups], self.pad_token_id)
+        width = max((ids.shape[1] for ids, _ in parts), default=1)
+        completion_ids = torch.full((len(groups), width), self.pad_token_id, dtype=torch.long, device=device)
+        completion_mask = torch.zeros((len(groups), width), dtype=torch.bool, device=device)
+        logprobs = torch.zeros((len(groups), width), dtype=torch.float32, device=device)
+        truncated = torch.zeros(len(groups), dtype=torch.bool, device=device)
+        start = 0
+        for ids, part_logprobs in parts:
+            rows, columns = slice(start, start + ids.shape[0]), slice(0, ids.shape[1])
+            mask, truncated[rows] = completion_mask_of(ids, self.eos_token_ids)
+            completion_mask[rows, columns] = mask
+            completion_ids[rows, columns] = ids.masked_fill(~mask, self.pad_token_id)
+            logprobs[rows, columns] = part_logprobs.masked_fill(~mask, 0.0)
+            start += ids.shape[0]
+        return Rollout(
+            prompt_ids.to(device),
+            prompt_mask.to(device),
+            completion_ids,
+            completion_mask,
+            torch.tensor(groups, dtype=torch.long, device=device),
+            logprobs,
+            truncated,
+        )
+
+
+def eos_token_ids(policy: Policy, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Every token that ends a completion: the tokenizer's EOS and those of the model's generation config."""
+    configured = policy.eos_token_ids
+    return sorted({int(tokenizer.eos_token_id), *configured})  # type: ignore[arg-type]
