@@ -1,0 +1,21 @@
+"""``grpo-lit bench``: every speed and memory figure of the documentation comes from here."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+
+from grpo_lit.errors import UserError
+
+BENCHMARKS = {"kernels": "grpo_lit.bench.kernels"}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the benchmark that the first argument names."""
+    if not argv or argv[0] in ("-h", "--help"):
+        print("usage: grpo-lit bench {" + ",".join(BENCHMARKS) + "} [options]")
+        return 0 if argv else 2
+    if argv[0] not in BENCHMARKS:
+        raise UserError("bench", argv[0], " | ".join(BENCHMARKS))
+    code: int = importlib.import_module(BENCHMARKS[argv[0]]).main(list(argv[1:]))
+    return code

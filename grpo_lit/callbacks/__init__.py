@@ -1,0 +1,17 @@
+"""Lightning callbacks: what a run writes and shows. One class a file."""
+
+from grpo_lit.callbacks.adapter_export import AdapterExport
+from grpo_lit.callbacks.completions_file import CompletionsFile
+from grpo_lit.callbacks.graceful_stop import GracefulStop
+from grpo_lit.callbacks.metrics_file import MetricsFile
+from grpo_lit.callbacks.progress import StepProgress
+from grpo_lit.callbacks.run_checkpoint import RunCheckpoint
+
+__all__ = [
+    "AdapterExport",
+    "CompletionsFile",
+    "GracefulStop",
+    "MetricsFile",
+    "RunCheckpoint",
+    "StepProgress",
+]

@@ -1,0 +1,188 @@
+"""Parsing: config names, one-line errors, and Lightning's CLI with this project's defaults."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, NoReturn
+
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
+from lightning.pytorch.loggers import Logger, TensorBoardLogger
+
+from grpo_lit.callbacks import (
+    AdapterExport,
+    CompletionsFile,
+    GracefulStop,
+    MetricsFile,
+    RunCheckpoint,
+    StepProgress,
+)
+from grpo_lit.checkpoint import AtomicCheckpointIO
+from grpo_lit.datamodules import MathDataModule
+from grpo_lit.errors import UserError
+from grpo_lit.module import GRPOModule
+
+
+class ParseError(UserError):
+    """The arguments do not parse; the message is already one line."""
+
+    def __init__(self, message: str) -> None:
+        ValueError.__init__(self, message)
+
+
+class CLIParser(LightningArgumentParser):
+    """Lightning's parser, with errors raised as one line instead of printed with the usage."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Raise what was wrong.
+
+        Raises:
+            UserError: always.
+        """
+        cause: BaseException | None = ex
+        while cause is not None:
+            if isinstance(cause, UserError):
+                raise cause
+            cause = cause.__cause__ or cause.__context__
+        raise ParseError(_with_suggestion(self, tidy(message))) from ex
+
+
+def tidy(message: str) -> str:
+    """A jsonargparse message on one line, without its pointers to --help and its nested bullet points."""
+    text = re.sub(r"\s+", " ", message).strip()
+    text = re.sub(r"tip: For details of accepted options run:.*$", "", text).strip()
+    return text.removeprefix("Parser key ").strip()
+
+
+def _with_suggestion(parser: LightningArgumentParser, message: str) -> str:
+    """Name the nearest accepted key where an unknown one was given."""
+    match = re.search(r"(?:[Kk]ey ['\"]?|Unrecognized arguments: --?)([\w.]+)", message)
+    unknown = "not expected" in message or "Unrecognized" in message or "does not exist" in message
+    if match is None or not unknown:
+        return message
+    accepted = sorted({action.dest for action in parser._actions if action.dest not in ("help", "==SUPPRESS==")})
+    close = difflib.get_close_matches(match.group(1), accepted, n=1, cutoff=0.5)
+    hint = f"; did you mean {close[0]}?" if close else "; --help lists what is accepted"
+    return message.rstrip(".") + hint
+
+
+def shipped_configs() -> dict[str, Path]:
+    """Name and file of every configuration in the package."""
+    folder = Path(str(files("grpo_lit") / "configs"))
+    return {file.stem: file for file in sorted(folder.glob("*.yaml"))}
+
+
+def resolve_config_names(arguments: Sequence[str]) -> list[str]:
+    """Replace ``--config NAME`` by the file of the shipped configuration of that name.
+
+    Raises:
+        UserError: neither a file nor a shipped name.
+    """
+    resolved: list[str] = []
+    expect_value = False
+    for argument in arguments:
+        if expect_value:
+            resolved.append(find_config(argument))
+        elif argument.startswith(("--config=", "-c=")):
+            flag, _, value = argument.partition("=")
+            resolved.append(f"{flag}={find_config(value)}")
+        else:
+            resolved.append(argument)
+        expect_value = not expect_value and argument in ("--config", "-c")
+    return resolved
+
+
+def find_config(value: str) -> str:
+    """Path of a configuration given as a file, or as the name of a shipped one.
+
+    Raises:
+        UserError: neither.
+    """
+    if Path(value).is_file():
+        return value
+    shipped = shipped_configs()
+    name = value.removesuffix(".yaml").removeprefix("configs/")
+    if name in shipped:
+        return str(shipped[name])
+    raise UserError("--config", value, f"a YAML file or one of the shipped configs: {', '.join(shipped)}")
+
+
+class GRPOCLI(LightningCLI):
+    """LightningCLI for `GRPOModule` and a math DataModule; parses and builds, and leaves running to the command.
+
+    Args:
+        args: command-line arguments after the command's name.
+        command: name shown in the usage line.
+    """
+
+    def __init__(self, args: Sequence[str], command: str) -> None:
+        super().__init__(
+            GRPOModule,
+            MathDataModule,
+            args=resolve_config_names(args),
+            run=False,
+            parser_class=CLIParser,
+            parser_kwargs={"prog": f"grpo-lit {command}", "description": None},
+            subclass_mode_data=True,
+            seed_everything_default=42,
+            auto_configure_optimizers=False,
+            load_from_checkpoint_support=False,
+            save_config_callback=None,
+            trainer_defaults={
+                "devices": 1,
+                "max_epochs": -1,
+                "max_steps": 100,
+                "num_sanity_val_steps": -1,
+                "check_val_every_n_epoch": None,
+                "val_check_interval": 20,
+                "enable_model_summary": False,
+                "default_root_dir": "runs/default",
+                "log_every_n_steps": 1,
+            },
+        )
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """What a command takes besides trainer, model and data."""
+        parser.add_argument(
+            "--ckpt_path",
+            type=str | None,
+            default=None,
+            help="Checkpoint to go on from: a file, 'last' or 'best' of trainer.default_root_dir.",
+        )
+        parser.add_lightning_class_args(RunCheckpoint, "checkpoint")
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+        """Parse without Lightning's warning about ``sys.argv``."""
+        self.config = parser.parse_args(args)
+
+    def _parse_ckpt_path(self) -> None:
+        """Nothing: the configuration rules, the checkpoint is checked against it."""
+
+    def instantiate_trainer(self, **kwargs: Any) -> Any:
+        """Add what every run writes and shows."""
+        config = self.config_init["trainer"]
+        root = str(config["default_root_dir"] or "runs/default")
+        config["default_root_dir"] = root
+        if config.get("logger") in (None, True):
+            config["logger"] = TensorBoardLogger(root, name="tensorboard", version="")
+        plugins = config.get("plugins") or []
+        config["plugins"] = [AtomicCheckpointIO(), *(plugins if isinstance(plugins, list) else [plugins])]
+        callbacks = [GracefulStop(), MetricsFile(), CompletionsFile(), AdapterExport()]
+        if config.get("enable_progress_bar") is not False:
+            callbacks.append(StepProgress())
+        self.trainer_defaults = {**self.trainer_defaults, "callbacks": callbacks}
+        return super().instantiate_trainer(**kwargs)
+
+    def dump(self) -> str:
+        """The resolved configuration as YAML."""
+        text = self.parser.dump(self.config, skip_none=False, format="yaml")
+        assert isinstance(text, str)
+        return text
+
+
+def loggers_of(trainer: Any) -> list[Logger]:
+    """The trainer's loggers."""
+    return list(trainer.loggers)

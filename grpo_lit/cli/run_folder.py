@@ -1,0 +1,82 @@
+"""The run's folder: one run at a time in it, an earlier run kept, the resolved configuration written."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from grpo_lit.errors import SystemFault, UserError
+
+_MARKS = ("metrics.jsonl", "checkpoints", "config.yaml")
+
+
+def resolve_ckpt_path(value: str | None, root: Path) -> Path | None:
+    """File of ``--ckpt_path``: a path, or ``last`` / ``best`` of the run's folder.
+
+    Raises:
+        UserError: no such file.
+    """
+    if value is None:
+        return None
+    folder = root / "checkpoints"
+    if value == "last":
+        path = folder / "last.ckpt"
+    elif value == "best":
+        found = sorted(folder.glob("step=*-accuracy=*.ckpt"), key=lambda p: float(p.stem.rpartition("=")[2]))
+        path = found[-1] if found else folder / "step=...-accuracy=....ckpt"
+    else:
+        path = Path(value)
+    if not path.is_file():
+        raise UserError("ckpt_path", value, f"an existing checkpoint; there is no {path}")
+    return path
+
+
+@contextmanager
+def locked(root: Path) -> Iterator[None]:
+    """Hold the folder for this process.
+
+    Raises:
+        UserError: another process runs in it.
+        SystemFault: the folder can't be written.
+    """
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        file = os.open(root / "run.lock", os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise SystemFault(f"trainer.default_root_dir={str(root)!r} can't be written: {error.strerror}") from error
+    try:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError("trainer.default_root_dir", str(root), "a folder that no other run is using") from error
+        yield
+    finally:
+        os.close(file)
+
+
+def set_earlier_run_aside(root: Path) -> Path | None:
+    """Move the contents of an earlier run into ``<root>.1``, ``.2``, ...; returns where they went, if there were any."""
+    if not any((root / mark).exists() for mark in _MARKS):
+        return None
+    number = 1
+    while (target := root.with_name(f"{root.name}.{number}")).exists():
+        number += 1
+    target.mkdir()
+    for entry in list(root.iterdir()):
+        if entry.name != "run.lock":
+            entry.rename(target / entry.name)
+    return target
+
+
+def write_config(root: Path, text: str) -> None:
+    """Write ``config.yaml``; a resume with other settings keeps the earlier ones as ``config.1.yaml``, ..."""
+    path = root / "config.yaml"
+    if path.is_file() and path.read_text() != text:
+        number = 1
+        while (kept := root / f"config.{number}.yaml").exists():
+            number += 1
+        path.rename(kept)
+    path.write_text(text)

@@ -1,0 +1,159 @@
+"""``grpo-lit fit`` and ``grpo-lit validate``."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from grpo_lit.callbacks.metrics_file import read_metrics
+from grpo_lit.checkpoint import KEY, check_compatible, read_checkpoint
+from grpo_lit.cli.parser import GRPOCLI
+from grpo_lit.cli.run_folder import locked, resolve_ckpt_path, set_earlier_run_aside, write_config
+from grpo_lit.errors import SystemFault, UserError
+from grpo_lit.model_source import load_model_config, resolve_model_source
+from grpo_lit.module import GRPOModule
+
+
+def fit(arguments: Sequence[str]) -> int:
+    """Train: check everything cheap, then load the model and run."""
+    cli = build("fit", arguments)
+    root = Path(cli.trainer.default_root_dir)
+    is_first = cli.trainer.is_global_zero
+    ckpt = resolve_ckpt_path(cli.config["ckpt_path"], root)
+    if ckpt is not None:
+        check_checkpoint(ckpt, cli.model)
+    cli.datamodule.load()
+    with locked(root) if is_first else nullcontext():
+        if is_first:
+            if ckpt is None and (kept := set_earlier_run_aside(root)) is not None:
+                print(f"the earlier run in {root} is kept in {kept}")
+            write_config(root, cli.dump())
+            print(start_text(cli, root, ckpt), flush=True)
+        run(cli, "fit", ckpt)
+        if is_first:
+            print(end_text(root), flush=True)
+    return 0
+
+
+def validate(arguments: Sequence[str]) -> int:
+    """Measure the accuracy on the held-out prompts, of the base or of a checkpoint."""
+    cli = build("validate", arguments)
+    root = Path(cli.trainer.default_root_dir)
+    ckpt = resolve_ckpt_path(cli.config["ckpt_path"], root)
+    if ckpt is not None:
+        check_checkpoint(ckpt, cli.model)
+    if not cli.datamodule.load()[1]:
+        raise UserError("data.val_prompts", cli.datamodule.val_prompts, "at least 1 held-out row to validate on")
+    run(cli, "validate", ckpt)
+    for name, value in cli.model.validation_metrics.items():
+        print(f"{name}: {value:.4f}")
+    return 0
+
+
+def build(command: str, arguments: Sequence[str]) -> GRPOCLI:
+    """Parse and build trainer, module and data; check device, model location and tokenizer. Loads no weight."""
+    quiet_third_parties()
+    try:
+        cli = GRPOCLI(arguments, command)
+    except MisconfigurationException as error:
+        message = " ".join(str(error).split())
+        if "accelerator" in message.lower() or "CUDA" in message or "gpu" in message.lower():
+            raise SystemFault(f"trainer.accelerator: no such device on this machine ({message}); use cpu") from error
+        raise UserError("trainer", message, "settings that fit together") from error
+    check_model(cli.model)
+    return cli
+
+
+def check_model(module: GRPOModule) -> None:
+    """Find the model and its tokenizer without loading a weight.
+
+    Raises:
+        UserError: no such model, or its tokenizer can't be used.
+        SystemFault: the hub can't be reached.
+    """
+    load_model_config(resolve_model_source(module.policy_config.path))
+    _ = module.encoder
+
+
+def check_checkpoint(path: Path, module: GRPOModule) -> None:
+    """Refuse a damaged checkpoint or one of another model, before any weight is loaded."""
+    config = load_model_config(resolve_model_source(module.policy_config.path))
+    check_compatible(read_checkpoint(path).get(KEY), config, module.lora_config, str(path))
+
+
+def run(cli: GRPOCLI, command: str, ckpt: Path | None) -> None:
+    """Hand over to the trainer; a full GPU ends in one line.
+
+    Raises:
+        SystemFault: out of memory.
+    """
+    try:
+        getattr(cli.trainer, command)(
+            cli.model, datamodule=cli.datamodule, ckpt_path=None if ckpt is None else str(ckpt), weights_only=True
+        )
+    except torch.OutOfMemoryError as error:
+        raise SystemFault(
+            f"out of GPU memory ({' '.join(str(error).split())[:160]}); lower model.micro_batch_size, "
+            "model.rollout.batch_size or the completion length, or set model.policy.gradient_checkpointing"
+        ) from error
+
+
+def start_text(cli: GRPOCLI, root: Path, ckpt: Path | None) -> str:
+    """What is about to happen: model, batch arithmetic, where it is written."""
+    module, data, trainer = cli.model, cli.datamodule, cli.trainer
+    prompts, group = data.prompts_per_step, module.rollout_config.group_size
+    rows = prompts * group
+    micro = -(-rows // (module.micro_batch_size * trainer.world_size))
+    train, val = data.load()
+    lines = [
+        f"policy: {module.policy_config.path}, {module.policy_config.dtype}"
+        + (f", {module.policy_config.quantization} base" if module.policy_config.quantization else "")
+        + (f", LoRA rank {module.lora_config.rank}" if module.lora_config else ", all weights train"),
+        f"data: {data.dataset}, {len(train)} training prompts, {len(val)} held out",
+        f"batch: {prompts} prompts per step x {group} completions per prompt = {rows} rows; {module.ppo_passes} "
+        f"optimizer step(s) per rollout, each over {micro} micro-batch(es) of {module.micro_batch_size} rows per device",
+        f"length: trainer.max_steps={trainer.max_steps} optimizer steps = "
+        f"{-(-max(trainer.max_steps, 0) // module.ppo_passes)} rollout steps",
+        f"run folder: {root}" + (f", resumed from {ckpt}" if ckpt else ""),
+    ]
+    return "\n".join(lines)
+
+
+def end_text(root: Path) -> str:
+    """What came of it and where to look."""
+    measured = [line for line in read_metrics(root / "metrics.jsonl") if "val/accuracy" in line]
+    lines = []
+    if measured:
+        first, last = measured[0], measured[-1]
+        lines.append(
+            f"held-out accuracy: {first['val/accuracy']:.3f} at rollout step {first['step']}, "
+            f"{last['val/accuracy']:.3f} at rollout step {last['step']}"
+        )
+    lines += [
+        f"run folder: {root} (metrics.jsonl, completions/, checkpoints/, {final_weights(root)})",
+        f"watch: tensorboard --logdir {root / 'tensorboard'}",
+    ]
+    return "\n".join(lines)
+
+
+def final_weights(root: Path) -> str:
+    """Name of the folder with the trained weights."""
+    return "adapter/" if (root / "adapter").is_dir() else "model/"
+
+
+def quiet_third_parties() -> None:
+    """Keep the terminal for this project: no tips, no repeated warnings of libraries."""
+    for name in ("lightning.pytorch", "lightning.fabric", "transformers", "bitsandbytes"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    warnings.filterwarnings("ignore", module="lightning")
+    warnings.filterwarnings("ignore", message=".*GenerationConfig.*")

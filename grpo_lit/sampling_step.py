@@ -1,0 +1,224 @@
+"""The first half of a training step: rounds of sampling and judging until the allocator is satisfied."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from grpo_lit.datamodules.loader import PromptBatch
+from grpo_lit.datamodules.vigor import VigorAllocator
+from grpo_lit.loss import length_penalty, soft_overlong_penalty
+from grpo_lit.prompts import prefilled_tail
+from grpo_lit.rewards import RewardOutput, compute_rewards
+from grpo_lit.rollout import Rollout, RolloutConfig, row_keys
+from grpo_lit.step import GlobalRows
+
+if TYPE_CHECKING:
+    from grpo_lit.module import GRPOModule
+
+
+@dataclass(frozen=True)
+class StepRows:
+    """This rank's rows of a step, sampled and judged, groups together."""
+
+    rollout: Rollout
+    prompts: list[str]
+    """(N) rendered prompt of each row."""
+    completions: list[str]
+    """(N) text of each row, prefilled tail included: what the reward functions saw."""
+    prompt_indices: list[int]
+    """(N) row number of each row's prompt in the dataset."""
+    completion_indices: list[int]
+    """(N) number of each row within its group."""
+    rewards: Tensor
+    """(N,) float32, penalties included; NaN where every function abstained."""
+    per_function: dict[str, Tensor]
+    """Reward of each function, (N,) each."""
+    everyone: GlobalRows
+    reward_metrics: dict[str, float]
+
+
+class Allocator(Protocol):
+    """Decides how many completions each prompt gets, round by round."""
+
+    def next_counts(self) -> Sequence[int] | Tensor | None:
+        """Completions to draw of each prompt now, or None when done."""
+        ...
+
+    def observe(self, prompt_index: int, rewards: Sequence[float] | Tensor) -> None:
+        """Rewards that a prompt's completions of this round got."""
+        ...
+
+
+class UniformAllocator:
+    """The same number of completions for every prompt, in one round."""
+
+    def __init__(self, num_prompts: int, group_size: int) -> None:
+        self._counts: list[int] | None = [group_size] * num_prompts
+
+    def next_counts(self) -> list[int] | None:
+        """All completions at once, then None."""
+        counts, self._counts = self._counts, None
+        return counts
+
+    def observe(self, prompt_index: int, rewards: Sequence[float] | Tensor) -> None:
+        """Nothing to learn."""
+
+
+def build_allocator(config: RolloutConfig, num_prompts: int) -> Allocator:
+    """The allocator that the rollout section names, for one step."""
+    if config.allocator == "vigor":
+        return VigorAllocator(num_prompts, config.vigor_initial_count, config.vigor_rounds, seed=config.vigor_seed)
+    return UniformAllocator(num_prompts, config.group_size)
+
+
+def sample_rows(module: GRPOModule, batch: PromptBatch) -> StepRows:
+    """Sample and judge every round, then put this rank's rows in order and learn of all others."""
+    config, world = module.rollout_config, module.world
+    allocator = build_allocator(config, len(batch))
+    drawn = [0] * len(batch)
+    rounds: list[tuple[Rollout, list[int], _Judged]] = []
+    while (wanted := allocator.next_counts()) is not None:
+        wanted = [int(count) for count in wanted]
+        first = _first_of_rank(config, world.rank, world.size, drawn, wanted)
+        numbers = [list(indices) for indices in first]
+        with module.phase("rollout"):
+            keys = row_keys(
+                module.seed,
+                module.rollout_step,
+                [batch.indices[p] for p, indices in enumerate(numbers) for _ in indices],
+                [index for indices in numbers for index in indices],
+            )
+            rollout = module.engine.generate(
+                batch.prompt_ids, [len(indices) for indices in numbers], keys, config.sampling
+            )
+        judged = _judge_round(module, batch, rollout)
+        rounds.append((rollout, [index for indices in numbers for index in indices], judged))
+        _tell(allocator, world.gather((rollout.group_ids.tolist(), judged.output.rewards.tolist())))
+        drawn = [before + count for before, count in zip(drawn, wanted, strict=True)]
+    return _assemble(module, batch, rounds)
+
+
+def _first_of_rank(
+    config: RolloutConfig, rank: int, size: int, drawn: Sequence[int], wanted: Sequence[int]
+) -> list[range]:
+    """Completion numbers that this rank draws of each prompt in this round."""
+    if config.layout == "split":
+        return [range(start + rank, start + count, size) for start, count in zip(drawn, wanted, strict=True)]
+    return [
+        range(start, start + count) if prompt % size == rank else range(0)
+        for prompt, (start, count) in enumerate(zip(drawn, wanted, strict=True))
+    ]
+
+
+def _tell(allocator: Allocator, ranks: list[tuple[list[int], list[float]]]) -> None:
+    by_prompt: dict[int, list[float]] = {}
+    for groups, rewards in ranks:
+        for group, reward in zip(groups, rewards, strict=True):
+            by_prompt.setdefault(group, []).append(reward)
+    for prompt in sorted(by_prompt):
+        allocator.observe(prompt, by_prompt[prompt])
+
+
+@dataclass(frozen=True)
+class _Judged:
+    completions: list[str]
+    output: RewardOutput
+
+
+def _judge_round(module: GRPOModule, batch: PromptBatch, rollout: Rollout) -> _Judged:
+    with module.phase("reward"):
+        completions = decode(module, batch, rollout)
+        output = judge(module, batch, rollout, completions, module.reward_functions, module.reward_weights)
+    return _Judged(completions, output)
+
+
+def decode(module: GRPOModule, batch: PromptBatch, rollout: Rollout) -> list[str]:
+    """Text of each row, with the tail that the template prefilled in front."""
+    ids, lengths, groups = rollout.completion_ids.tolist(), rollout.lengths.tolist(), rollout.group_ids.tolist()
+    tails = [prefilled_tail(prompt) for prompt in batch.prompts]
+    return [
+        tails[group] + module.encoder.decode(row[:length])
+        for row, length, group in zip(ids, lengths, groups, strict=True)
+    ]
+
+
+def judge(
+    module: GRPOModule,
+    batch: PromptBatch,
+    rollout: Rollout,
+    completions: list[str],
+    functions: Sequence[Any],
+    weights: Sequence[float] | None,
+) -> RewardOutput:
+    """Rewards of decoded rows; ``group_ids`` of the rollout point into the batch."""
+    groups = rollout.group_ids.tolist()
+    columns = {name: [values[group] for group in groups] for name, values in batch.columns.items()}
+    return compute_rewards(functions, [batch.prompts[g] for g in groups], completions, columns, weights=weights)
+
+
+def _assemble(
+    module: GRPOModule, batch: PromptBatch, rounds: list[tuple[Rollout, list[int], _Judged]]
+) -> StepRows:
+    joined = Rollout.concat([rollout for rollout, _, _ in rounds])
+    numbers = [number for _, round_numbers, _ in rounds for number in round_numbers]
+    groups = joined.group_ids.tolist()
+    order = sorted(range(len(numbers)), key=lambda row: (groups[row], numbers[row]))
+    rows = torch.tensor(order, dtype=torch.long, device=joined.group_ids.device)
+    rollout = joined.select(rows) if order else joined
+    raw = torch.cat([judged.output.rewards for _, _, judged in rounds])[order]
+    rewards = shape_rewards(module, raw, rollout)
+    per_function = {
+        name: torch.cat([judged.output.per_function[name] for _, _, judged in rounds])[order]
+        for name in rounds[0][2].output.per_function
+    }
+    completions = [text for _, _, judged in rounds for text in judged.completions]
+    everyone = module.world.gather_rows(rewards, rollout.group_ids, rollout.lengths, rollout.truncated)
+    return StepRows(
+        rollout=rollout,
+        prompts=[batch.prompts[groups[row]] for row in order],
+        completions=[completions[row] for row in order],
+        prompt_indices=[batch.indices[groups[row]] for row in order],
+        completion_indices=[numbers[row] for row in order],
+        rewards=rewards,
+        per_function=per_function,
+        everyone=everyone,
+        reward_metrics=_reward_metrics(module, per_function, [judged.output for _, _, judged in rounds]),
+    )
+
+
+def shape_rewards(module: GRPOModule, rewards: Tensor, rollout: Rollout) -> Tensor:
+    """Rewards minus the penalties on length, before any centring."""
+    lengths = rollout.lengths.cpu()
+    if module.length_penalty:
+        rewards = length_penalty(rewards, lengths, module.length_penalty)
+    if module.overlong_cache is not None:
+        limit = module.rollout_config.sampling.max_completion_length
+        rewards = rewards + soft_overlong_penalty(lengths, limit, module.overlong_cache)
+    return rewards
+
+
+def _reward_metrics(
+    module: GRPOModule, per_function: dict[str, Tensor], outputs: Sequence[RewardOutput]
+) -> dict[str, float]:
+    """Mean of each reward function, verdict counts and latency, over all ranks."""
+    sums = {
+        name: (float(values[~values.isnan()].double().sum()), int((~values.isnan()).sum()))
+        for name, values in per_function.items()
+    }
+    verdicts: dict[str, int] = {}
+    for output in outputs:
+        for kind, count in output.verdict_counts.items():
+            verdicts[kind] = verdicts.get(kind, 0) + count
+    ranks = module.world.gather((sums, verdicts))
+    metrics = {}
+    for name in sums:
+        total, count = (sum(rank[0][name][i] for rank in ranks) for i in (0, 1))
+        metrics[f"reward_{name}"] = total / count if count else 0.0
+    for kind in sorted({kind for _, rank_verdicts in ranks for kind in rank_verdicts}):
+        metrics[f"verdict_{kind}"] = float(sum(rank_verdicts.get(kind, 0) for _, rank_verdicts in ranks))
+    return metrics

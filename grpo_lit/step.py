@@ -1,0 +1,137 @@
+"""One step's data between rollout and loss: rewards, advantages, weights, and what is logged of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_lit.loss import LossConfig, group_advantages, token_weights
+from grpo_lit.rollout import Rollout
+
+
+@dataclass(frozen=True)
+class TrainingBatch:
+    """The rows of a step with everything the passes need. On one rank these are the rank's own rows."""
+
+    rollout: Rollout
+    rewards: Tensor
+    """(N,) float32; NaN where every reward function abstained."""
+    advantages: Tensor
+    """(N,) float32, over the full groups of all ranks."""
+    loss_mask: Tensor
+    """(N, T) bool, True where the token counts in the loss: truncated and abstained rows may be left out."""
+    weights: Tensor
+    """(N, T) float32, weight of each token in the loss, over the global batch."""
+
+    def micro_batches(self, size: int) -> list[Tensor]:
+        """Row indices (long) of each micro-batch: rows that count, longest first, so that little is padded."""
+        rows = self.loss_mask.any(dim=1).nonzero().squeeze(-1)
+        lengths = (self.rollout.prompt_mask.sum(dim=1) + self.rollout.lengths)[rows]
+        ordered = rows[lengths.argsort(descending=True, stable=True)]
+        return list(ordered.split(size)) if len(ordered) else []
+
+
+@dataclass(frozen=True)
+class GlobalRows:
+    """What every rank knows of all rows of the step: the global batch without its tokens."""
+
+    rewards: Tensor
+    """(M,) float32."""
+    group_ids: Tensor
+    """(M,) long."""
+    lengths: Tensor
+    """(M,) long, tokens of each completion."""
+    truncated: Tensor
+    """(M,) bool."""
+    own: slice
+    """Which of them are this rank's."""
+
+
+def make_training_batch(
+    rollout: Rollout, rewards: Tensor, everyone: GlobalRows, config: LossConfig, max_completion_length: int
+) -> TrainingBatch:
+    """Advantages over full groups and weights over the global batch, for this rank's rows.
+
+    Rows without a reward (abstained) never count; truncated ones do not with ``mask_truncated``. A row that does not
+    count is out of its group's mean, of the loss and of the loss's denominator.
+    """
+    device = rollout.completion_ids.device
+    out = everyone.rewards.isnan()
+    if config.mask_truncated:
+        out = out | everyone.truncated
+    counted = torch.where(out, torch.nan, everyone.rewards)
+    advantages = group_advantages(
+        counted,
+        everyone.group_ids,
+        scale=config.advantage_scale,
+        eps=config.advantage_eps,
+        eps_inside_root=config.advantage_eps_inside_root,
+        leave_one_out=config.leave_one_out,
+        correction=1 if config.advantage_std == "sample" else 0,
+    )
+    kept = ~out[everyone.own].to(device)
+    loss_mask = rollout.completion_mask & kept.unsqueeze(-1)
+    weights = token_weights(
+        loss_mask,
+        rollout.group_ids,
+        reduction=config.reduction,
+        alpha=config.alpha,
+        max_completion_length=max_completion_length,
+        num_rows=int((~out).sum()),
+        num_tokens=int(everyone.lengths[~out].sum()),
+    )
+    return TrainingBatch(rollout, rewards, advantages[everyone.own].to(device), loss_mask, weights)
+
+
+def rollout_metrics(everyone: GlobalRows) -> dict[str, float]:
+    """Figures of the step's rewards, lengths and groups, over all ranks.
+
+    A group is flat (zero variance, no policy gradient) when all its rewards are exactly equal; flat groups are split
+    into all truncated, all abstained, all right (the common reward is above 0) and all wrong.
+    """
+    rewards, lengths = everyone.rewards.double(), everyone.lengths.double()
+    known = rewards[~rewards.isnan()]
+    groups = [rewards[everyone.group_ids == group] for group in everyone.group_ids.unique()]
+    cut = [everyone.truncated[everyone.group_ids == group] for group in everyone.group_ids.unique()]
+    kinds = [_flat_kind(group, truncated) for group, truncated in zip(groups, cut, strict=True)]
+    spreads = [group[~group.isnan()].std(correction=0) for group in groups if (~group.isnan()).any()]
+    ended = lengths[~everyone.truncated]
+    metrics = {
+        "reward_mean": _mean(known),
+        "reward_std": _mean(torch.stack(spreads)) if spreads else 0.0,
+        "reward_std_batch": float(known.std(correction=0)) if len(known) else 0.0,
+        "completion_length": _mean(lengths),
+        "completion_length_min": float(lengths.min()),
+        "completion_length_max": float(lengths.max()),
+        "completion_length_ended": _mean(ended),
+        "truncated_fraction": _mean(everyone.truncated.double()),
+        "abstained_fraction": _mean(rewards.isnan().double()),
+        "zero_variance_groups": sum(kind is not None for kind in kinds) / len(kinds),
+    }
+    for name in ("right", "wrong", "truncated", "abstained"):
+        metrics[f"zero_variance_groups_all_{name}"] = kinds.count(name) / len(kinds)
+    return metrics
+
+
+def _flat_kind(rewards: Tensor, truncated: Tensor) -> str | None:
+    if bool(rewards.isnan().all()):
+        return "abstained"
+    known = rewards[~rewards.isnan()]
+    if not bool((known == known[0]).all()):
+        return None
+    if bool(truncated.all()):
+        return "truncated"
+    return "right" if float(known[0]) > 0 else "wrong"
+
+
+def _mean(values: Tensor) -> float:
+    return float(values.mean()) if len(values) else 0.0
+
+
+def repeat_rows(values: Sequence[Any], group_ids: Sequence[int]) -> list[Any]:
+    """The value of each row's prompt: prompts' columns spread over their completions."""
+    return [values[group] for group in group_ids]
