@@ -5,7 +5,19 @@ Every op takes ``impl="triton" | "torch" | None``; None picks Triton on CUDA and
 
 from __future__ import annotations
 
+from grpo_lit.kernels import scale as _scale  # noqa: F401  (registers grpo_lit::scale_)
 from grpo_lit.kernels.dispatch import default_impl, triton_available
+from grpo_lit.kernels.fused_linear_grpo import fused_linear_grpo
+from grpo_lit.kernels.fused_logits_grpo import TokenStats, fused_logits_grpo
+from grpo_lit.kernels.grpo_token_loss import grpo_token_loss
 from grpo_lit.kernels.linear_logprobs import linear_logprobs
 
-__all__ = ["default_impl", "linear_logprobs", "triton_available"]
+__all__ = [
+    "TokenStats",
+    "default_impl",
+    "fused_linear_grpo",
+    "fused_logits_grpo",
+    "grpo_token_loss",
+    "linear_logprobs",
+    "triton_available",
+]

@@ -6,7 +6,6 @@ Triton is looked up, never imported, until a Triton kernel is really wanted, so 
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import logging
 import os
@@ -21,10 +20,13 @@ Impl = Literal["triton", "torch"]
 _log = logging.getLogger("grpo_lit.kernels")
 
 
-@functools.cache
+# looked up once: torch.compile can't trace the import system
+_TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
+
+
 def triton_available() -> bool:
     """True where the package ``triton`` is installed (it is not imported to find out)."""
-    return importlib.util.find_spec("triton") is not None
+    return _TRITON_INSTALLED
 
 
 def interpreting() -> bool:
@@ -37,10 +39,14 @@ def default_impl(device: torch.device | str) -> Impl:
     return "triton" if torch.device(device).type == "cuda" and triton_available() else "torch"
 
 
-@functools.cache
-def _log_choice(op: str, impl: str, device_type: str, chosen_by: str) -> None:
-    # cached: one line for each op and device in a process
-    _log.info("%s runs as %s on %s (%s)", op, impl, device_type, chosen_by)
+_logged: set[tuple[str, ...]] = set()
+
+
+def _log_choice(*choice: str) -> None:
+    """One line for each op and device in a process; nothing inside torch.compile, which can't trace it."""
+    if not torch.compiler.is_compiling() and choice not in _logged:
+        _logged.add(choice)
+        _log.info("%s runs as %s on %s (%s)", *choice)
 
 
 def resolve_impl(op: str, impl: str | None, device: torch.device) -> Impl:

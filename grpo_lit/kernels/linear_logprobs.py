@@ -24,29 +24,24 @@ Products accumulate in float32; the softmax is float32 (float64 for float64 inpu
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from grpo_lit.errors import UserError
+from grpo_lit.kernels import logit_rows
 from grpo_lit.kernels.dispatch import resolve_impl
-
-_CHUNK_BYTES = {"cuda": 224 << 20, "cpu": 32 << 20}
-
-
-class HeadOptions(NamedTuple):
-    """What stands between the product with the output layer and the softmax.
-
-    Attributes:
-        temperature: the sampling temperature, folded into log-probs, entropy and gradients.
-        softcap: bound of the tanh cap some models put on their logits; 0 for none.
-        chunk_rows: rows of logits that exist at one time.
-    """
-
-    temperature: float
-    softcap: float
-    chunk_rows: int
+from grpo_lit.kernels.head import (
+    HeadGradients,
+    HeadOptions,
+    check_head,
+    default_chunk_rows,
+    gradient_buffer,
+    project,
+)
+from grpo_lit.kernels.logit_rows import RowOptions
+from grpo_lit.kernels.token_terms import compute_dtype
 
 
 def linear_logprobs(
@@ -85,7 +80,11 @@ def linear_logprobs(
     Raises:
         UserError: for shapes that don't fit, a temperature or cap that isn't positive, an unknown ``impl``.
     """
-    _check_arguments(hidden, lm_head_weight, completion_ids, bias, temperature, softcap, mask, chunk_rows)
+    check_head(hidden, lm_head_weight, completion_ids, bias, temperature, softcap, chunk_rows)
+    if mask is not None and (mask.shape != completion_ids.shape or mask.dtype != torch.bool):
+        raise UserError(
+            "mask", (mask.dtype, tuple(mask.shape)), f"bool of shape {tuple(completion_ids.shape)}"
+        )
     chosen = resolve_impl("linear_logprobs", impl, hidden.device)
     shape = completion_ids.shape
     rows = hidden.reshape(-1, hidden.shape[-1]).to(lm_head_weight.dtype)
@@ -93,15 +92,14 @@ def linear_logprobs(
     kept = None if mask is None else mask.reshape(-1).nonzero().squeeze(-1)
     if kept is not None:
         rows, ids = rows.index_select(0, kept), ids.index_select(0, kept)
-    options = HeadOptions(
-        float(temperature), float(softcap or 0.0), chunk_rows or default_chunk_rows(rows, lm_head_weight)
-    )
+    chunk = chunk_rows or default_chunk_rows(lm_head_weight)
+    options = HeadOptions(float(temperature), float(softcap or 0.0), chunk, chosen)
     trains = [t is not None and t.requires_grad for t in (rows, lm_head_weight, bias)]
     if torch.is_grad_enabled() and any(trains):
-        logprobs, entropy = _LinearLogprobs.apply(rows, lm_head_weight, ids, bias, options, chosen)
+        logprobs, entropy = _LinearLogprobs.apply(rows, lm_head_weight, ids, bias, options)
     else:
         logprobs, entropy, _ = torch.ops.grpo_lit.linear_logprobs(
-            rows, lm_head_weight, ids, bias, *options, chosen, False
+            rows, lm_head_weight, ids, bias, *options, False
         )
     if kept is not None:
         empty = logprobs.new_zeros(completion_ids.numel())
@@ -109,130 +107,18 @@ def linear_logprobs(
     return logprobs.reshape(shape), entropy.reshape(shape)
 
 
-def _check_arguments(
-    hidden: Tensor,
-    weight: Tensor,
-    ids: Tensor,
-    bias: Tensor | None,
-    temperature: float,
-    softcap: float | None,
-    mask: Tensor | None,
-    chunk_rows: int | None,
-) -> None:
-    if weight.dim() != 2 or hidden.shape[-1] != weight.shape[1]:
-        raise UserError("lm_head_weight", tuple(weight.shape), f"(V, H) with H = {hidden.shape[-1]}")
-    if ids.shape != hidden.shape[:-1]:
-        raise UserError("completion_ids", tuple(ids.shape), f"the shape {tuple(hidden.shape[:-1])} of hidden")
-    if mask is not None and (mask.shape != ids.shape or mask.dtype != torch.bool):
-        raise UserError("mask", (mask.dtype, tuple(mask.shape)), f"bool of shape {tuple(ids.shape)}")
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise UserError("bias", tuple(bias.shape), f"({weight.shape[0]},)")
-    if not temperature > 0:
-        raise UserError("temperature", temperature, "> 0")
-    if softcap is not None and not softcap > 0:
-        raise UserError("softcap", softcap, "> 0, or None for no cap")
-    if chunk_rows is not None and chunk_rows < 1:
-        raise UserError("chunk_rows", chunk_rows, ">= 1, or None to size it by memory")
+# The chunk loops are custom ops, so that torch.compile sees two nodes.
 
-
-def default_chunk_rows(hidden: Tensor, weight: Tensor) -> int:
-    """Rows of logits to hold at a time: what fits a fixed number of bytes, in whole tiles of 64 rows.
-
-    A row costs V values of the softmax's dtype, and V of the weight's for the gradient.
-    """
-    budget = _CHUNK_BYTES["cuda" if hidden.is_cuda else "cpu"]
-    row_bytes = weight.shape[0] * (softmax_dtype(weight).itemsize + weight.element_size())
-    rows = max(1, budget // row_bytes)
-    return rows // 64 * 64 if rows >= 64 else rows
-
-
-def softmax_dtype(weight: Tensor) -> torch.dtype:
-    """float64 for a float64 head, float32 for every other."""
-    return torch.float64 if weight.dtype == torch.float64 else torch.float32
-
-
-# --- one chunk in plain torch: the reference ------------------------------------------------------------
-
-
-def project(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """(rows, V) logits before cap and temperature, in the softmax's dtype."""
-    dtype = softmax_dtype(weight)
-    if weight.dtype in (torch.float32, torch.float64):
-        logits = hidden @ weight.t()
-    elif hidden.is_cuda:
-        # float32 out of the float32 accumulator: no rounding to 16 bits on the way
-        logits = torch.mm(hidden, weight.t(), out_dtype=dtype)
-    else:
-        logits = (hidden @ weight.t()).to(dtype)
-    return logits if bias is None else logits.add_(bias)
-
-
-def _activate(logits: Tensor, options: HeadOptions) -> tuple[Tensor, Tensor | None]:
-    """(x, dx/dz up to the temperature) of the module docstring; overwrites ``logits``."""
-    slope = None
-    if options.softcap:
-        squashed = logits.div_(options.softcap).tanh_()
-        slope = 1 - squashed.square()
-        logits = squashed.mul_(options.softcap)
-    return logits.div_(options.temperature), slope
-
-
-def _chunk_forward(
-    hidden: Tensor, weight: Tensor, ids: Tensor, bias: Tensor | None, options: HeadOptions, jacobian: bool
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """logprob, entropy and, if asked, J = d logprob / d hidden of one chunk."""
-    x, slope = _activate(project(hidden, weight, bias), options)
-    x -= x.logsumexp(-1, keepdim=True)  # (rows, V) ln p
-    logprobs = x.gather(-1, ids[:, None]).squeeze(-1)
-    p = x.exp()
-    # 0 ln 0 = 0, where ln p is -inf too (a bias of -inf forbids a token)
-    entropy = -(x.masked_fill_(p == 0, 0.0) * p).sum(-1)
-    if not jacobian:
-        return logprobs, entropy, None
-    dz = p.neg_()
-    dz[torch.arange(len(ids), device=ids.device), ids] += 1
-    if slope is not None:
-        dz *= slope
-    return logprobs, entropy, dz.div_(options.temperature).to(weight.dtype) @ weight
-
-
-def _chunk_dlogits(
-    hidden: Tensor,
-    weight: Tensor,
-    ids: Tensor,
-    bias: Tensor | None,
-    dlogprobs: Tensor | None,
-    dentropy: Tensor | None,
-    options: HeadOptions,
-) -> Tensor:
-    """dL/dz (rows, V) of one chunk in the weight's dtype, from recomputed logits."""
-    x, slope = _activate(project(hidden, weight, bias), options)
-    x -= x.logsumexp(-1, keepdim=True)
-    p = x.exp()
-    if dentropy is None:
-        dx = torch.zeros_like(p)
-    else:
-        x.masked_fill_(p == 0, 0.0)
-        entropy = -(x * p).sum(-1, keepdim=True)
-        dx = x.add_(entropy).mul_(p).mul_(-dentropy[:, None])
-    if dlogprobs is not None:
-        dx.addcmul_(p, dlogprobs[:, None], value=-1)
-        dx[torch.arange(len(ids), device=ids.device), ids] += dlogprobs
-    if slope is not None:
-        dx *= slope
-    return dx.div_(options.temperature).to(weight.dtype)
-
-
-# --- the chunk loop, registered as custom ops so that torch.compile sees two nodes ------------------------
+_ARGUMENTS = "float temperature, float softcap, int chunk_rows, str impl"
 
 
 @torch.library.custom_op(
     "grpo_lit::linear_logprobs",
     mutates_args=(),
-    schema="(Tensor hidden, Tensor weight, Tensor ids, Tensor? bias, float temperature, float softcap, "
-    "int chunk_rows, str impl, bool jacobian) -> (Tensor, Tensor, Tensor)",
+    schema=f"(Tensor hidden, Tensor weight, Tensor ids, Tensor? bias, {_ARGUMENTS}, bool jacobian) "
+    "-> (Tensor, Tensor, Tensor)",
 )
-def _linear_logprobs_op(
+def _op(
     hidden: Tensor,
     weight: Tensor,
     ids: Tensor,
@@ -243,39 +129,47 @@ def _linear_logprobs_op(
     impl: str,
     jacobian: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(logprobs, entropy, J); J is empty unless asked for."""
-    options = HeadOptions(temperature, softcap, chunk_rows)
-    logprobs = torch.empty(len(hidden), dtype=softmax_dtype(weight), device=hidden.device)
+    """(logprobs, entropy, J) of (rows, H) hidden states; J is empty unless asked for."""
+    options = RowOptions(temperature, softcap, len(weight), True, impl)
+    logprobs = torch.empty(len(hidden), dtype=compute_dtype(weight.dtype), device=hidden.device)
     entropy = torch.empty_like(logprobs)
     jac = torch.empty_like(hidden) if jacobian else hidden.new_empty(0)
+    ones = torch.ones_like(logprobs[:chunk_rows])
     with torch.autocast(hidden.device.type, enabled=False):
         for start in range(0, len(hidden), chunk_rows):
             part = slice(start, start + chunk_rows)
-            lp, ent, j = _chunk_forward(hidden[part], weight, ids[part], bias, options, jacobian)
-            logprobs[part], entropy[part] = lp, ent
-            if j is not None:
-                jac[part] = j
+            logits = project(hidden[part], weight, bias)
+            if jacobian:
+                dlogits = gradient_buffer(logits, weight)
+                g = ones[: len(logits)]
+                result = logit_rows.given_rows(logits[None], ids[part], g, None, options, dlogits[None])
+                torch.mm(dlogits, weight, out=jac[part])
+                del dlogits
+            else:
+                result = logit_rows.stat_rows(logits[None], ids[part], options)
+            logprobs[part], entropy[part] = result.logprobs, result.entropy
+            del logits  # before the next chunk's are made
     return logprobs, entropy, jac
 
 
-@_linear_logprobs_op.register_fake
+@_op.register_fake
 def _(hidden, weight, ids, bias, temperature, softcap, chunk_rows, impl, jacobian):  # type: ignore[no-untyped-def]
-    logprobs = hidden.new_empty(hidden.shape[0], dtype=softmax_dtype(weight))
+    logprobs = hidden.new_empty(hidden.shape[0], dtype=compute_dtype(weight.dtype))
     return logprobs, torch.empty_like(logprobs), torch.empty_like(hidden) if jacobian else hidden.new_empty(0)
 
 
 @torch.library.custom_op(
     "grpo_lit::linear_logprobs_backward",
     mutates_args=(),
-    schema="(Tensor hidden, Tensor weight, Tensor ids, Tensor? bias, Tensor? dlogprobs, Tensor? dentropy, "
-    "float temperature, float softcap, int chunk_rows, str impl, bool[3] wanted) -> (Tensor, Tensor, Tensor)",
+    schema="(Tensor hidden, Tensor weight, Tensor ids, Tensor? bias, Tensor dlogprobs, Tensor? dentropy, "
+    f"{_ARGUMENTS}, bool[3] wanted) -> (Tensor, Tensor, Tensor)",
 )
-def _linear_logprobs_backward_op(
+def _backward_op(
     hidden: Tensor,
     weight: Tensor,
     ids: Tensor,
     bias: Tensor | None,
-    dlogprobs: Tensor | None,
+    dlogprobs: Tensor,
     dentropy: Tensor | None,
     temperature: float,
     softcap: float,
@@ -283,75 +177,43 @@ def _linear_logprobs_backward_op(
     impl: str,
     wanted: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(d hidden, d weight, d bias) by recomputing the logits; those not wanted are empty.
-
-    d weight and d bias are summed over chunks in the softmax's dtype.
-    """
-    options = HeadOptions(temperature, softcap, chunk_rows)
-    dhidden = torch.empty_like(hidden) if wanted[0] else hidden.new_empty(0)
-    dweight = torch.zeros(
-        weight.shape if wanted[1] else (0,), dtype=softmax_dtype(weight), device=weight.device
-    )
-    dbias = dweight.new_zeros(len(weight) if wanted[2] else 0)
+    """(d hidden, d weight, d bias) by recomputing the logits; those not wanted are empty."""
+    options = RowOptions(temperature, softcap, len(weight), False, impl)
+    total = HeadGradients.start(hidden, weight, wanted)
     with torch.autocast(hidden.device.type, enabled=False):
         for start in range(0, len(hidden), chunk_rows):
             part = slice(start, start + chunk_rows)
-            lp_part = None if dlogprobs is None else dlogprobs[part]
-            ent_part = None if dentropy is None else dentropy[part]
-            dz = _chunk_dlogits(hidden[part], weight, ids[part], bias, lp_part, ent_part, options)
-            add_head_gradients(dz, hidden[part], weight, dhidden[part], dweight, dbias, wanted)
-    out_bias = dbias if bias is None else dbias.to(bias.dtype)
-    return dhidden, dweight.to(weight.dtype), out_bias
+            logits = project(hidden[part], weight, bias)
+            dlogits = gradient_buffer(logits, weight)
+            e = None if dentropy is None else dentropy[part]
+            logit_rows.given_rows(logits[None], ids[part], dlogprobs[part], e, options, dlogits[None])
+            del logits
+            total.add(part, dlogits, hidden[part], weight)
+            del dlogits
+    return total.finish(weight, bias)
 
 
-@_linear_logprobs_backward_op.register_fake
+@_backward_op.register_fake
 def _(hidden, weight, ids, bias, dlogprobs, dentropy, temperature, softcap, chunk_rows, impl, wanted):  # type: ignore[no-untyped-def]
     none = hidden.new_empty(0)
     return (
         torch.empty_like(hidden) if wanted[0] else none,
-        torch.empty_like(weight) if wanted[1] else weight.new_empty(0),
-        torch.empty_like(bias) if wanted[2] else weight.new_empty(0, dtype=softmax_dtype(weight)),
+        torch.empty_like(weight) if wanted[1] else none,
+        torch.empty_like(bias) if wanted[2] else none.to(compute_dtype(weight.dtype)),
     )
-
-
-def add_head_gradients(
-    dlogits: Tensor,
-    hidden: Tensor,
-    weight: Tensor,
-    dhidden: Tensor,
-    dweight: Tensor,
-    dbias: Tensor,
-    wanted: list[bool],
-) -> None:
-    """Writes a chunk's d hidden and adds its d weight and d bias to the running sums, where wanted."""
-    if wanted[0]:
-        torch.mm(dlogits, weight, out=dhidden)
-    if wanted[1]:
-        if dlogits.is_cuda and dlogits.dtype != dweight.dtype:
-            dweight += torch.mm(dlogits.t(), hidden, out_dtype=dweight.dtype)
-        else:
-            dweight += dlogits.t() @ hidden
-    if wanted[2]:
-        dbias += dlogits.sum(0, dtype=dbias.dtype)
 
 
 class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        ids: Tensor,
-        bias: Tensor | None,
-        options: HeadOptions,
-        impl: str,
+        ctx: Any, hidden: Tensor, weight: Tensor, ids: Tensor, bias: Tensor | None, options: HeadOptions
     ) -> tuple[Tensor, Tensor]:
         frozen_head = not (ctx.needs_input_grad[1] or ctx.needs_input_grad[3])
         logprobs, entropy, jac = torch.ops.grpo_lit.linear_logprobs(
-            hidden, weight, ids, bias, *options, impl, frozen_head
+            hidden, weight, ids, bias, *options, frozen_head
         )
         ctx.set_materialize_grads(False)  # an entropy nobody differentiates costs nothing
-        ctx.options, ctx.impl, ctx.frozen_head = options, impl, frozen_head
+        ctx.options, ctx.frozen_head = options, frozen_head
         ctx.save_for_backward(hidden, weight, ids, bias, jac)
         return logprobs, entropy
 
@@ -359,20 +221,15 @@ class _LinearLogprobs(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dlogprobs: Tensor | None, dentropy: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         hidden, weight, ids, bias, jac = ctx.saved_tensors
-        if dentropy is None:
-            if dlogprobs is None:
-                return (None,) * 6
-            if ctx.frozen_head:
-                return ((jac * dlogprobs[:, None]).to(hidden.dtype), *(None,) * 5)
+        if dlogprobs is None:
+            if dentropy is None:
+                return (None,) * 5
+            dlogprobs = torch.zeros_like(dentropy)
+        if ctx.frozen_head and dentropy is None:
+            return ((jac * dlogprobs[:, None]).to(hidden.dtype), *(None,) * 4)
         wanted = [ctx.needs_input_grad[i] for i in (0, 1, 3)]
-        dhidden, dweight, dbias = torch.ops.grpo_lit.linear_logprobs_backward(
-            hidden, weight, ids, bias, dlogprobs, dentropy, *ctx.options, ctx.impl, wanted
+        grads = torch.ops.grpo_lit.linear_logprobs_backward(
+            hidden, weight, ids, bias, dlogprobs.contiguous(), dentropy, *ctx.options, wanted
         )
-        return (
-            dhidden if wanted[0] else None,
-            dweight if wanted[1] else None,
-            None,
-            dbias if wanted[2] else None,
-            None,
-            None,
-        )
+        dhidden, dweight, dbias = (grad if want else None for grad, want in zip(grads, wanted, strict=True))
+        return dhidden, dweight, None, dbias, None

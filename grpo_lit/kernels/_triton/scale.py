@@ -1,0 +1,33 @@
+"""values *= factor in place, returning at once where the factor is 1."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_BLOCK = 4096
+_PROGRAMS = 1056  # 8 for each multiprocessor of the largest device; few, so that doing nothing is quick
+
+
+@triton.jit
+def _scale_kernel(values, factor, numel, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    by = tl.load(factor).to(tl.float32)
+    if by != 1.0:
+        first = tl.program_id(0).to(tl.int64) * BLOCK
+        step = tl.num_programs(0).to(tl.int64) * BLOCK
+        lane = tl.arange(0, BLOCK)
+        for start in range(first, numel, step):
+            inside = start + lane < numel
+            at = values + start + lane
+            scaled = tl.load(at, mask=inside).to(tl.float32) * by
+            tl.store(at, scaled.to(values.dtype.element_ty), mask=inside)
+
+
+def scale(values: Tensor, factor: Tensor) -> None:
+    """``values`` contiguous, any size; ``factor`` a scalar on the same device."""
+    if values.numel() == 0:
+        return
+    grid = (min(_PROGRAMS, triton.cdiv(values.numel(), _BLOCK)),)
+    _scale_kernel[grid](values, factor.to(torch.float32), values.numel(), BLOCK=_BLOCK, num_warps=8)

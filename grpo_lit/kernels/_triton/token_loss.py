@@ -1,0 +1,115 @@
+"""Token loss with one partial sum a program; formulas in ``grpo_lit.kernels.token_terms``."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from grpo_lit.kernels._triton.math import token_terms
+from grpo_lit.kernels.token_terms import TokenScalars
+
+_TOKENS = 1024  # a program; 8 a thread
+
+
+@triton.jit
+def _token_loss_kernel(  # type: ignore[no-untyped-def]
+    logprobs,
+    old,
+    advantages,
+    weights,
+    ref,
+    dlogprobs,
+    partial,
+    rows,
+    steps,
+    epsilon_low,
+    epsilon_high,
+    delta,
+    beta,
+    cispo_cap,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROW_ADVANTAGE: tl.constexpr,
+    HAS_OLD: tl.constexpr,
+    HAS_REF: tl.constexpr,
+    CISPO: tl.constexpr,
+):
+    pid = tl.program_id(0)
+    tiles = tl.cdiv(steps, COLUMNS)
+    row = (pid // tiles) * ROWS + tl.arange(0, ROWS)[:, None]  # (ROWS, 1)
+    column = (pid % tiles) * COLUMNS + tl.arange(0, COLUMNS)[None, :]  # (1, COLUMNS)
+    inside = (row < rows) & (column < steps)
+    at = row.to(tl.int64) * steps + column
+    # Everything is asked for at once: waiting for the weights first would save few bytes and cost a round trip.
+    weight = tl.load(weights + at, mask=inside, other=0.0)
+    logp = tl.load(logprobs + at, mask=inside, other=0.0)
+    before = logp
+    if HAS_OLD:
+        before = tl.load(old + at, mask=inside, other=0.0)
+    other = logp
+    if HAS_REF:
+        other = tl.load(ref + at, mask=inside, other=0.0)
+    if ROW_ADVANTAGE:
+        advantage = tl.load(advantages + row, mask=row < rows, other=0.0)
+    else:
+        advantage = tl.load(advantages + at, mask=inside, other=0.0)
+    loss, slope = token_terms(
+        logp,
+        before,
+        advantage,
+        weight,
+        other,
+        epsilon_low,
+        epsilon_high,
+        delta,
+        beta,
+        cispo_cap,
+        CISPO,
+        HAS_REF,
+    )
+    tl.store(dlogprobs + at, slope, mask=inside)
+    tl.store(partial + pid, tl.sum(loss))
+
+
+def token_loss(
+    logprobs: Tensor,
+    old: Tensor | None,
+    advantages: Tensor,
+    weights: Tensor,
+    ref: Tensor | None,
+    scalars: TokenScalars,
+) -> tuple[Tensor, Tensor]:
+    """(loss, d loss / d logprobs): float32 (N, T) contiguous tensors in, ``advantages`` (N,) or (N, T)."""
+    rows, steps = logprobs.shape
+    dlogprobs = torch.empty_like(logprobs)
+    if logprobs.numel() == 0:
+        return logprobs.new_zeros(()), dlogprobs
+    columns = min(_TOKENS, triton.next_power_of_2(steps))
+    programs = triton.cdiv(rows, _TOKENS // columns) * triton.cdiv(steps, columns)
+    partial = torch.empty(programs, dtype=torch.float32, device=logprobs.device)
+    _token_loss_kernel[(programs,)](
+        logprobs,
+        old,
+        advantages,
+        weights,
+        ref,
+        dlogprobs,
+        partial,
+        rows,
+        steps,
+        scalars.epsilon_low,
+        scalars.epsilon_high,
+        scalars.delta,
+        scalars.beta,
+        scalars.cispo_cap,
+        ROWS=_TOKENS // columns,
+        COLUMNS=columns,
+        ROW_ADVANTAGE=advantages.dim() == 1,
+        HAS_OLD=old is not None,
+        HAS_REF=ref is not None,
+        CISPO=scalars.cispo,
+        num_warps=4,
+    )
+    return partial.sum(), dlogprobs

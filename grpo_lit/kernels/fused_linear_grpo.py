@@ -1,0 +1,210 @@
+"""The loss, and the gradient of the hidden states, straight from hidden states and the output layer.
+
+Formulas in ``token_terms`` (loss) and ``logit_rows`` (softmax and gradient). For each chunk of tokens the
+forward pass makes the logits (one product), turns them into their own gradient (``fused_logits_grpo`` without
+a second tensor), and takes that through the layer at once (a second product). So a step costs two products
+instead of the three of a recomputing backward, the (tokens, V) logits never exist, a frozen head gets no
+gradient buffer, and memory doesn't grow with the number of tokens. Tokens of weight 0 are left out of the
+products altogether.
+
+With ``linear_logprobs`` and any loss on (N, T) the two products are the same; this op saves the passes over
+(N, T) in between and can train the head without a third product.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_lit.kernels import logit_rows
+from grpo_lit.kernels.dispatch import resolve_impl
+from grpo_lit.kernels.fused_logits_grpo import TokenStats
+from grpo_lit.kernels.head import (
+    HeadGradients,
+    HeadOptions,
+    check_head,
+    default_chunk_rows,
+    gradient_buffer,
+    project,
+)
+from grpo_lit.kernels.logit_rows import RowOptions
+from grpo_lit.kernels.token_terms import (
+    LossScalars,
+    TokenInputs,
+    TokenScalars,
+    compute_dtype,
+    flat_token_inputs,
+    token_scalars,
+)
+
+
+def fused_linear_grpo(
+    hidden: Tensor,
+    lm_head_weight: Tensor,
+    completion_ids: Tensor,
+    old_logprobs: Tensor | None,
+    advantages: Tensor,
+    weights: Tensor,
+    *,
+    ref_logprobs: Tensor | None = None,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    return_stats: bool = False,
+    config: LossScalars | None = None,
+    impl: str | None = None,
+    chunk_rows: int | None = None,
+) -> Any:
+    """GRPO loss from hidden states: the sum over tokens of weight x (policy + beta k3 - entropy_coef entropy).
+
+    Differentiable, once, with respect to ``hidden``, and to ``lm_head_weight`` and ``bias`` where these require
+    a gradient.
+
+    Args:
+        hidden: (..., H) last hidden states, such as (N, T, H); float64, float32, bfloat16 or float16.
+        lm_head_weight: (V, H) output layer, tied or not. ``hidden`` is cast to its dtype if they differ.
+        completion_ids: (...) chosen tokens, of the leading shape of ``hidden``.
+        old_logprobs: that shape, the ratio's denominator at the same temperature; None for ratio 1 (the first
+            pass over a rollout), with the gradient it has there.
+        advantages: that shape, or (N,): one a row of tokens.
+        weights: that shape, from ``token_weights``; 0 where a token doesn't count.
+        ref_logprobs: that shape; needed where ``config.beta`` is not 0.
+        bias: (V,) or None.
+        temperature: sampling temperature.
+        softcap: bound of the model's tanh cap on logits, > 0, or None.
+        return_stats: also return log-probs and entropy.
+        config: a loss configuration the kernels can do (see ``token_terms``); None for the defaults.
+        impl: ``"triton"``, ``"torch"`` or None for the device's default.
+        chunk_rows: rows of logits alive at a time; None sizes the chunk by memory.
+
+    Returns:
+        The loss, a float32 scalar; with ``return_stats``, ``(loss, TokenStats)``.
+
+    Raises:
+        UserError: for shapes that don't fit, and a configuration that the kernels don't do.
+    """
+    scalars = token_scalars(config)
+    check_head(hidden, lm_head_weight, completion_ids, bias, temperature, softcap, chunk_rows)
+    inputs = flat_token_inputs(
+        hidden.shape[:-1],
+        completion_ids,
+        old_logprobs,
+        advantages,
+        weights,
+        ref_logprobs,
+        scalars,
+        compute_dtype(lm_head_weight.dtype),
+    )
+    chosen = resolve_impl("fused_linear_grpo", impl, hidden.device)
+    kept = inputs.weights.nonzero().squeeze(-1)
+    rows = hidden.reshape(-1, hidden.shape[-1]).to(lm_head_weight.dtype)
+    if len(kept) < len(rows):
+        rows = rows.index_select(0, kept)
+        inputs = TokenInputs(*(None if t is None else t.index_select(0, kept) for t in inputs))  # type: ignore[arg-type]
+    chunk = chunk_rows or default_chunk_rows(lm_head_weight)
+    options = HeadOptions(float(temperature), float(softcap or 0.0), chunk, chosen)
+    result = _FusedLinearGRPO.apply(
+        rows, lm_head_weight, bias, inputs, scalars, options, return_stats, torch.is_grad_enabled()
+    )
+    if not return_stats:
+        return result[0]
+    empty = result[1].new_zeros(completion_ids.numel())
+    spread = [empty.index_copy(0, kept, t).reshape(completion_ids.shape) for t in result[1:]]
+    return result[0], TokenStats(*spread)
+
+
+@torch.library.custom_op(
+    "grpo_lit::fused_linear_grpo",
+    mutates_args=(),
+    schema="(Tensor hidden, Tensor weight, Tensor? bias, Tensor ids, Tensor? old, Tensor advantages, "
+    "Tensor weights, Tensor? ref, float[] scalars, float temperature, float softcap, int chunk_rows, str impl, "
+    "bool want_entropy, bool[3] wanted) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def _op(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    ids: Tensor,
+    old: Tensor | None,
+    advantages: Tensor,
+    weights: Tensor,
+    ref: Tensor | None,
+    scalars: list[float],
+    temperature: float,
+    softcap: float,
+    chunk_rows: int,
+    impl: str,
+    want_entropy: bool,
+    wanted: list[bool],
+) -> tuple[Tensor, ...]:
+    """(loss, logprobs, entropy) per row, then d hidden, d weight, d bias; what isn't wanted is empty."""
+    options = RowOptions(temperature, softcap, len(weight), want_entropy, impl)
+    unpacked = TokenScalars.unpack(scalars)
+    inputs = (ids, old, advantages, weights, ref)
+    stats = torch.zeros(3, len(hidden), dtype=compute_dtype(weight.dtype), device=hidden.device)
+    total = HeadGradients.start(hidden, weight, wanted)
+    with torch.autocast(hidden.device.type, enabled=False):
+        for start in range(0, len(hidden), chunk_rows):
+            part = slice(start, start + chunk_rows)
+            chunk = TokenInputs(*(None if t is None else t[part] for t in inputs))  # type: ignore[arg-type]
+            logits = project(hidden[part], weight, bias)
+            dlogits = gradient_buffer(logits, weight) if any(wanted) else None
+            grad = None if dlogits is None else dlogits[None]
+            result = logit_rows.loss_rows(logits[None], chunk, unpacked, options, grad)
+            del logits  # before the next chunk's are made
+            for row, values in zip(stats, result, strict=True):
+                if values.numel():
+                    row[part] = values
+            if dlogits is not None:
+                total.add(part, dlogits, hidden[part], weight)
+            del dlogits, grad
+    loss, logprobs, entropy = (row.clone() for row in stats)
+    return loss, logprobs, entropy if want_entropy else entropy[:0].clone(), *total.finish(weight, bias)
+
+
+@_op.register_fake
+def _(hidden, weight, bias, ids, old, adv, w, ref, scalars, temperature, softcap, chunk, impl, entropy, wanted):  # type: ignore[no-untyped-def]
+    row = hidden.new_empty(hidden.shape[0], dtype=compute_dtype(weight.dtype))
+    return (
+        row,
+        torch.empty_like(row),
+        torch.empty_like(row) if entropy else row.new_empty(0),
+        torch.empty_like(hidden) if wanted[0] else hidden.new_empty(0),
+        torch.empty_like(weight) if wanted[1] else hidden.new_empty(0),
+        torch.empty_like(bias) if wanted[2] else row.new_empty(0),
+    )
+
+
+class _FusedLinearGRPO(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        inputs: TokenInputs,
+        scalars: TokenScalars,
+        options: HeadOptions,
+        want_entropy: bool,
+        with_grad: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        wanted = [with_grad and needed for needed in ctx.needs_input_grad[:3]]
+        loss, logprobs, entropy, *grads = torch.ops.grpo_lit.fused_linear_grpo(
+            hidden, weight, bias, *inputs, list(scalars), *options, want_entropy, wanted
+        )
+        ctx.wanted = wanted
+        ctx.save_for_backward(*grads)
+        ctx.mark_non_differentiable(logprobs, entropy)
+        return loss.sum(), logprobs, entropy
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dloss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        # Scaling in place marks the saved tensors as changed, so a second backward through them fails, loudly.
+        grads = [grad.detach() for grad in ctx.saved_tensors]
+        for grad, want in zip(grads, ctx.wanted, strict=True):
+            if want:
+                torch.ops.grpo_lit.scale_(grad, dloss)
+        return *(g if want else None for g, want in zip(grads, ctx.wanted, strict=True)), *(None,) * 5

@@ -1,0 +1,115 @@
+"""The output layer in chunks of tokens: what ``linear_logprobs`` and ``fused_linear_grpo`` share."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from grpo_lit.errors import UserError
+from grpo_lit.kernels.token_terms import compute_dtype
+
+_CHUNK_BYTES = {"cuda": 224 << 20, "cpu": 32 << 20}
+
+
+class HeadOptions(NamedTuple):
+    """How the output layer is run.
+
+    Attributes:
+        temperature: the sampling temperature, folded into log-probs, entropy and gradients.
+        softcap: bound of the tanh cap some models put on their logits; 0 for none.
+        chunk_rows: rows of logits that exist at one time.
+        impl: "triton" or "torch".
+    """
+
+    temperature: float
+    softcap: float
+    chunk_rows: int
+    impl: str
+
+
+def check_head(
+    hidden: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    bias: Tensor | None,
+    temperature: float,
+    softcap: float | None,
+    chunk_rows: int | None,
+) -> None:
+    """Raises UserError for shapes that don't fit each other and numbers out of range."""
+    if weight.dim() != 2 or hidden.shape[-1] != weight.shape[1]:
+        raise UserError("lm_head_weight", tuple(weight.shape), f"(V, H) with H = {hidden.shape[-1]}")
+    if ids.shape != hidden.shape[:-1]:
+        raise UserError("completion_ids", tuple(ids.shape), f"the shape {tuple(hidden.shape[:-1])} of hidden")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise UserError("bias", tuple(bias.shape), f"({weight.shape[0]},)")
+    if not temperature > 0:
+        raise UserError("temperature", temperature, "> 0")
+    if softcap is not None and not softcap > 0:
+        raise UserError("softcap", softcap, "> 0, or None for no cap")
+    if chunk_rows is not None and chunk_rows < 1:
+        raise UserError("chunk_rows", chunk_rows, ">= 1, or None to size it by memory")
+
+
+def default_chunk_rows(weight: Tensor) -> int:
+    """Rows of logits to hold at a time: what fits a fixed number of bytes, in whole tiles of 64 rows.
+
+    A row costs V values of the softmax's dtype, and V of the weight's for the gradient.
+    """
+    budget = _CHUNK_BYTES["cuda" if weight.is_cuda else "cpu"]
+    rows = max(
+        1, budget // (weight.shape[0] * (compute_dtype(weight.dtype).itemsize + weight.element_size()))
+    )
+    return rows // 64 * 64 if rows >= 64 else rows
+
+
+def project(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """(rows, V) logits before cap and temperature, in float32 (float64 for float64)."""
+    if weight.dtype in (torch.float32, torch.float64):
+        logits = hidden @ weight.t()
+    elif hidden.is_cuda:
+        # straight from the float32 accumulator: no rounding to 16 bits on the way
+        logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+    else:
+        logits = (hidden @ weight.t()).float()
+    return logits if bias is None else logits.add_(bias)
+
+
+def gradient_buffer(logits: Tensor, weight: Tensor) -> Tensor:
+    """Where the logits' gradient goes: over the logits, or beside them if the weight's dtype is narrower."""
+    return logits if logits.dtype == weight.dtype else torch.empty_like(logits, dtype=weight.dtype)
+
+
+class HeadGradients(NamedTuple):
+    """Gradients of the head's inputs; those not wanted are empty. Sums over chunks run in the softmax's dtype."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor
+
+    @classmethod
+    def start(cls, hidden: Tensor, weight: Tensor, wanted: list[bool]) -> HeadGradients:
+        """Buffers for d hidden, d weight, d bias, as far as ``wanted``."""
+        dtype = compute_dtype(weight.dtype)
+        dweight = torch.zeros(weight.shape if wanted[1] else (0,), dtype=dtype, device=weight.device)
+        dhidden = torch.empty_like(hidden) if wanted[0] else hidden.new_empty(0)
+        return cls(dhidden, dweight, dweight.new_zeros(len(weight) if wanted[2] else 0))
+
+    def add(self, part: slice, dlogits: Tensor, hidden: Tensor, weight: Tensor) -> None:
+        """Takes in the chunk ``part`` of tokens: ``dlogits`` (rows, V) and ``hidden`` (rows, H)."""
+        if self.hidden.numel():
+            torch.mm(dlogits, weight, out=self.hidden[part])
+        if self.weight.numel():
+            if dlogits.is_cuda and dlogits.dtype != self.weight.dtype:
+                self.weight.add_(torch.mm(dlogits.t(), hidden, out_dtype=self.weight.dtype))
+            else:
+                self.weight.add_(dlogits.t() @ hidden)
+        if self.bias.numel():
+            self.bias.add_(dlogits.sum(0, dtype=self.bias.dtype))
+
+    def finish(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """In the dtypes of what they are gradients of."""
+        dbias = self.bias if bias is None else self.bias.to(bias.dtype)
+        return self.hidden, self.weight.to(weight.dtype), dbias
