@@ -47,7 +47,7 @@ def token_weights(
         num_tokens: number of tokens over all of them, likewise.
 
     Returns:
-        (N, T) float32, 0 where the mask is False.
+        (N, T) float32, computed in float64, 0 where the mask is False.
 
     Raises:
         UserError: for an unknown reduction, or one that lacks its argument.
