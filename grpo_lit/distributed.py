@@ -35,6 +35,30 @@ def sum_over_ranks(*values: float | Tensor, device: torch.device | str = "cpu") 
     return totals.tolist()
 
 
+def gather_rows(tensor: Tensor) -> tuple[Tensor, slice]:
+    """Rows of all ranks in rank order, and where this rank's own lie among them.
+
+    Args:
+        tensor: (n, ...) with any n on each rank, other dimensions and dtype the same on all.
+
+    Returns:
+        (sum of n, ...) and a slice.
+    """
+    ranks = world_size()
+    if ranks == 1:
+        return tensor, slice(0, len(tensor))
+    sizes = [torch.zeros(1, dtype=torch.int64, device=tensor.device) for _ in range(ranks)]
+    dist.all_gather(sizes, torch.tensor([len(tensor)], dtype=torch.int64, device=tensor.device))
+    lengths = [int(size) for size in sizes]
+    padded = tensor.new_zeros(max(lengths), *tensor.shape[1:])
+    padded[: len(tensor)] = tensor
+    gathered = [torch.empty_like(padded) for _ in range(ranks)]
+    dist.all_gather(gathered, padded)
+    start = sum(lengths[: dist.get_rank()])
+    rows = torch.cat([part[:length] for part, length in zip(gathered, lengths, strict=True)])
+    return rows, slice(start, start + len(tensor))
+
+
 def flat_all_reduce(params: Iterable[nn.Parameter], *, average: bool = False) -> None:
     """Sums the gradients of all parameters over the ranks, in place, in one all-reduce per dtype.
 

@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 
 _DERIVATIVE_NOTE = """\
 Only the row alpha = 1 is the derivative of the expected reward q^4: 4 q^4 (1 - q) = {derivative:.8f}. There
-the score has mean 0 and the baseline changes nothing. Below 1 the weight shortens the pull of long completions,
-and as the weighted score no longer has mean 0, subtracting the mean reward biases the update too."""
+the score has mean 0 and the baseline changes nothing. Below 1 the weight shortens the pull of long
+completions, and as the weighted score no longer has mean 0, subtracting the mean reward biases the update
+too."""
 
 
 def toy_train(

@@ -12,6 +12,7 @@ It is the task of grpo.cpp's tiny trainer, and everything but the policy comes f
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -75,17 +76,18 @@ class EchoPolicy(nn.Module):
         return all(best[i] == i and best[NUM_PROMPTS + i] == EOS for i in range(NUM_PROMPTS))
 
     @torch.no_grad()
-    def sample(self, uniforms: Uniforms, group_size: int) -> EchoRollout:
-        """`group_size` completions for each prompt, one after the other, by inverse CDF.
+    def sample(self, uniforms: Uniforms, counts: int | Sequence[int]) -> EchoRollout:
+        """Completions for each prompt, one after the other, by inverse CDF.
 
         Args:
             uniforms: source of random numbers, one a token in the order of sampling.
-            group_size: completions per prompt.
+            counts: completions of every prompt, or of each one.
         """
+        counts = [counts] * NUM_PROMPTS if isinstance(counts, int) else counts
         cumulative = _cumulative(torch.softmax(self.logits, dim=-1).numpy())
         completions: list[tuple[int, tuple[int, ...]]] = []
         for prompt in range(NUM_PROMPTS):
-            for _ in range(group_size):
+            for _ in range(counts[prompt]):
                 actions: list[int] = []
                 state = prompt
                 while len(actions) < MAX_TOKENS and EOS not in actions:
