@@ -1,0 +1,149 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+from transformers.pytorch_utils import Conv1D
+
+from grpo_lit.errors import UserError
+from grpo_lit.lora import (
+    LoRAConfig,
+    LoRALinear,
+    adapters_off,
+    inject_lora,
+    load_adapter,
+    lora_layers,
+    merge_lora,
+    save_adapter,
+)
+from grpo_lit.policy import quantize_nf4
+
+
+def randomize(model: nn.Module, seed: int = 1) -> None:
+    """Give every B a value, as training would."""
+    generator = torch.Generator().manual_seed(seed)
+    for _, layer in lora_layers(model):
+        with torch.no_grad():
+            layer.lora_B.copy_(torch.randn(layer.lora_B.shape, generator=generator) * 0.1)
+
+
+def load(folder: Path) -> nn.Module:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+IDS = torch.tensor([[3, 4, 5, 6, 7, 8]])
+
+
+def logits(model: nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model(IDS).logits
+
+
+def test_fresh_adapters_change_nothing_and_only_they_train(tiny_llama: Path) -> None:
+    model = load(tiny_llama)
+    before = logits(model)
+    names = inject_lora(model, 4, 8.0)
+    assert len(names) == 2 * 4
+    assert torch.equal(logits(model), before)
+    assert {name.rpartition(".")[2] for name, p in model.named_parameters() if p.requires_grad} == {"lora_A", "lora_B"}
+
+
+def test_forward_is_base_plus_scaled_low_rank() -> None:
+    torch.manual_seed(0)
+    base = nn.Linear(6, 5)
+    layer = LoRALinear(base, rank=2, alpha=6.0)
+    with torch.no_grad():
+        layer.lora_B.normal_()
+    x = torch.randn(3, 6)
+    expected = base(x) + 3.0 * (x @ layer.lora_A.T) @ layer.lora_B.T
+    assert torch.allclose(layer(x), expected, atol=1e-6)
+    assert torch.allclose(layer.delta_weight(), 3.0 * layer.lora_B @ layer.lora_A, atol=1e-6)
+
+
+def test_bf16_base_keeps_its_dtype_and_trains_fp32_adapters() -> None:
+    torch.manual_seed(0)
+    layer = LoRALinear(nn.Linear(6, 5).bfloat16(), rank=2, alpha=2.0)
+    with torch.no_grad():
+        layer.lora_B.normal_()
+    y = layer(torch.randn(3, 6, dtype=torch.bfloat16))
+    y.float().sum().backward()
+    assert y.dtype == torch.bfloat16
+    assert layer.lora_A.grad is not None and layer.lora_A.grad.dtype == torch.float32
+    assert layer.base_layer.weight.grad is None
+
+
+@pytest.mark.parametrize("targets", [("c_attn",), ("c_attn", "c_proj", "c_fc")])
+def test_merge_keeps_outputs_also_for_conv1d(tiny_gpt2: Path, targets: tuple[str, ...]) -> None:
+    model = load(tiny_gpt2)
+    base = logits(model)
+    inject_lora(model, 4, 8.0, targets)
+    randomize(model)
+    adapted = logits(model)
+    assert (adapted - base).abs().max() > 1e-2
+    merge_lora(model)
+    assert not list(lora_layers(model))
+    assert torch.allclose(logits(model), adapted, atol=1e-5)
+
+
+def test_adapters_off_is_the_base_and_is_undone_after_an_error(tiny_llama: Path) -> None:
+    model = load(tiny_llama)
+    base = logits(model)
+    inject_lora(model, 4, 8.0)
+    randomize(model)
+    adapted = logits(model)
+    with pytest.raises(RuntimeError, match="inside"), adapters_off(model):
+        assert torch.equal(logits(model), base)
+        raise RuntimeError("inside")
+    assert torch.equal(logits(model), adapted)
+
+
+def test_merge_into_four_bits_is_refused(tiny_llama: Path) -> None:
+    model = load(tiny_llama)
+    quantize_nf4(model, torch.float32, torch.device("cpu"))
+    inject_lora(model, 4, 8.0)
+    with pytest.raises(UserError, match="floating-point base"):
+        merge_lora(model)
+
+
+@pytest.mark.parametrize("name", ["tiny_llama", "tiny_gpt2"])
+def test_peft_loads_the_folder_and_agrees(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    peft = pytest.importorskip("peft", reason="peft reads the exported folder; it is in the test extra")
+    folder = request.getfixturevalue(name)
+    model = load(folder)
+    targets = ("c_attn", "c_proj") if name == "tiny_gpt2" else ("q_proj", "v_proj")
+    inject_lora(model, 4, 8.0, targets)
+    randomize(model)
+    save_adapter(model, tmp_path / "adapter", base_model=str(folder))
+    theirs = peft.PeftModel.from_pretrained(load(folder), tmp_path / "adapter").eval()
+    assert torch.allclose(logits(theirs), logits(model), atol=1e-5)
+    again = load(folder)
+    load_adapter(again, tmp_path / "adapter")
+    assert torch.equal(logits(again), logits(model))
+
+
+def test_adapter_of_another_shape_is_refused(tiny_llama: Path, tmp_path: Path) -> None:
+    model = load(tiny_llama)
+    inject_lora(model, 4, 8.0)
+    save_adapter(model, tmp_path, base_model="x")
+    other = load(tiny_llama)
+    inject_lora(other, 8, 8.0)
+    with pytest.raises(UserError, match="an adapter of this model"):
+        load_adapter(other, tmp_path)
+    with pytest.raises(UserError, match="PEFT adapter folder"):
+        load_adapter(other, tmp_path / "missing")
+
+
+def test_unknown_target_names_the_accepted_ones(tiny_gpt2: Path) -> None:
+    model = load(tiny_gpt2)
+    assert any(isinstance(module, Conv1D) for module in model.modules())
+    with pytest.raises(UserError, match="'q_proj'.*c_attn, c_fc, c_proj"):
+        inject_lora(model, 4, 8.0)
+
+
+@pytest.mark.parametrize(("field", "value"), [("rank", 0), ("alpha", 0.0), ("targets", [])])
+def test_config_refuses(field: str, value: object) -> None:
+    with pytest.raises(UserError, match=f"model.lora.{field}"):
+        LoRAConfig(**{field: value})
