@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import re
 from collections.abc import Sequence
 from importlib.resources import files
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
-from lightning.pytorch.loggers import Logger, TensorBoardLogger
+from lightning.pytorch.loggers import TensorBoardLogger
 
 from grpo_lit.callbacks import (
     AdapterExport,
@@ -23,6 +24,7 @@ from grpo_lit.callbacks import (
 from grpo_lit.checkpoint import AtomicCheckpointIO
 from grpo_lit.datamodules import MathDataModule
 from grpo_lit.errors import UserError
+from grpo_lit.lora import LoRAConfig
 from grpo_lit.module import GRPOModule
 
 
@@ -51,22 +53,34 @@ class CLIParser(LightningArgumentParser):
 
 
 def tidy(message: str) -> str:
-    """A jsonargparse message on one line, without its pointers to --help and its nested bullet points."""
-    text = re.sub(r"\s+", " ", message).strip()
+    """A jsonargparse message on one line, in this project's words."""
+    text = re.sub(r"\s+", " ", message).strip().removeprefix("Parser key ")
     text = re.sub(r"tip: For details of accepted options run:.*$", "", text).strip()
-    return text.removeprefix("Parser key ").strip()
+    text = re.sub(r"Expected an? (.*?)\. Got value: (.*)$", r"got \2, accepted is \1", text)
+    text = re.sub(r"<class '(?:\w+\.)*(\w+)'>", r"\1", text)
+    text = re.sub(r"(?:typing\.)?Literal\[([^]]*)\]", lambda match: match.group(1).replace("'", ""), text)
+    return re.sub(r'^"([\w.]+)": ', r"\1: ", text)
 
 
 def _with_suggestion(parser: LightningArgumentParser, message: str) -> str:
     """Name the nearest accepted key where an unknown one was given."""
-    match = re.search(r"(?:[Kk]ey ['\"]?|Unrecognized arguments: --?)([\w.]+)", message)
-    unknown = "not expected" in message or "Unrecognized" in message or "does not exist" in message
-    if match is None or not unknown:
+    match = re.search(
+        r"unrecognized arguments: -*(?P<a>[\w.]+)|key ['\"]?(?P<b>[\w.]+)['\"]? is not expected"
+        r"|option ['\"]?(?P<c>[\w.]+)['\"]? is not accepted",
+        message,
+        re.IGNORECASE,
+    )
+    if match is None:
         return message
-    accepted = sorted({action.dest for action in parser._actions if action.dest not in ("help", "==SUPPRESS==")})
-    close = difflib.get_close_matches(match.group(1), accepted, n=1, cutoff=0.5)
-    hint = f"; did you mean {close[0]}?" if close else "; --help lists what is accepted"
-    return message.rstrip(".") + hint
+    unknown = next(name for name in match.groups() if name)
+    accepted = {action.dest for action in parser._actions if action.dest != "help"}
+    # Sections that jsonargparse parses as a whole, so that their keys are no arguments of the parser.
+    for section, described in (("data", MathDataModule), ("model.lora", LoRAConfig)):
+        accepted |= {f"{section}.{name}" for name in inspect.signature(described).parameters}
+    names = {name.rpartition(".")[2] if match.group("c") else name: name for name in sorted(accepted)}
+    close = difflib.get_close_matches(unknown, list(names), n=1, cutoff=0.5)
+    hint = f"did you mean {names[close[0]]}?" if close else "--help lists what is accepted"
+    return f"unknown argument {unknown} ({message.rstrip('.')}); {hint}"
 
 
 def shipped_configs() -> dict[str, Path]:
@@ -181,8 +195,3 @@ class GRPOCLI(LightningCLI):
         text = self.parser.dump(self.config, skip_none=False, format="yaml")
         assert isinstance(text, str)
         return text
-
-
-def loggers_of(trainer: Any) -> list[Logger]:
-    """The trainer's loggers."""
-    return list(trainer.loggers)

@@ -149,7 +149,7 @@ def final_weights(root: Path) -> str:
 
 def quiet_third_parties() -> None:
     """Keep the terminal for this project: no tips, no repeated warnings of libraries."""
-    for name in ("lightning.pytorch", "lightning.fabric", "transformers", "bitsandbytes"):
+    for name in ("lightning.pytorch", "lightning.fabric", "transformers", "bitsandbytes", "huggingface_hub"):
         logging.getLogger(name).setLevel(logging.ERROR)
     from transformers.utils import logging as transformers_logging
 
