@@ -214,7 +214,9 @@ def _reference_kl(batch: _Batch, ref_logprobs: Tensor, config: LossConfig) -> Te
     ref = torch.where(batch.live, ref_logprobs.detach().to(batch.logp.dtype), 0)
     kl = k3_kl(torch.where(batch.live, batch.logp, 0), ref)
     if config.kl_weighted:
-        kl = kl * torch.where(batch.live, batch.log_ratio, 0).clamp(max=MAX_LOG_RATIO).exp()
+        # the ratio itself, not what an objective made of it
+        log_ratio = objectives.leveled_log_ratio(batch.logp, batch.old, batch.mask, config.ratio)
+        kl = kl * torch.where(batch.live, log_ratio, 0).clamp(max=MAX_LOG_RATIO).exp()
     return kl
 
 

@@ -20,11 +20,12 @@ def k3_kl(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
     pulls back to the reference where the policy is furthest from it (a clamp would let go just there).
     """
     difference = other_logprobs - logprobs
-    bounded = difference.clamp(max=MAX_LOG_RATIO)
-    # 0 below the bound; above it `bounded` is a constant and this term carries the whole gradient
-    beyond = difference - bounded
+    still = difference.detach()
+    bounded = still.clamp(max=MAX_LOG_RATIO)
     slope = torch.expm1(bounded)
-    return slope - bounded + slope * beyond
+    value = slope - bounded + slope * (still - bounded)
+    # The last term is 0 and carries the gradient. Autograd's own would be exp(d) - 1, without expm1's digits.
+    return value + slope * (difference - still)
 
 
 def k1_kl(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
