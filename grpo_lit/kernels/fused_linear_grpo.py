@@ -22,11 +22,11 @@ from grpo_lit.kernels import logit_rows
 from grpo_lit.kernels.dispatch import resolve_impl
 from grpo_lit.kernels.fused_logits_grpo import TokenStats
 from grpo_lit.kernels.head import (
+    HEAD_ARGUMENTS,
     HeadGradients,
     HeadOptions,
-    check_head,
-    default_chunk_rows,
     gradient_buffer,
+    head_options,
     project,
 )
 from grpo_lit.kernels.logit_rows import RowOptions
@@ -52,6 +52,7 @@ def fused_linear_grpo(
     bias: Tensor | None = None,
     temperature: float = 1.0,
     softcap: float | None = None,
+    logits_dtype: torch.dtype | None = None,
     return_stats: bool = False,
     config: LossScalars | None = None,
     impl: str | None = None,
@@ -74,6 +75,8 @@ def fused_linear_grpo(
         bias: (V,) or None.
         temperature: sampling temperature.
         softcap: bound of the model's tanh cap on logits, > 0, or None.
+        logits_dtype: dtype a chunk's logits are kept in: None for float32 (float64 for float64), or the weight's
+            own, which halves their memory and rounds them as full 16-bit logits are rounded.
         return_stats: also return log-probs and entropy.
         config: a loss configuration the kernels can do (see ``token_terms``); None for the defaults.
         impl: ``"triton"``, ``"torch"`` or None for the device's default.
@@ -86,7 +89,17 @@ def fused_linear_grpo(
         UserError: for shapes that don't fit, and a configuration that the kernels don't do.
     """
     scalars = token_scalars(config)
-    check_head(hidden, lm_head_weight, completion_ids, bias, temperature, softcap, chunk_rows)
+    options = head_options(
+        hidden,
+        lm_head_weight,
+        completion_ids,
+        bias,
+        temperature=temperature,
+        softcap=softcap,
+        logits_dtype=logits_dtype,
+        chunk_rows=chunk_rows,
+        impl=resolve_impl("fused_linear_grpo", impl, hidden.device),
+    )
     inputs = flat_token_inputs(
         hidden.shape[:-1],
         completion_ids,
@@ -97,14 +110,11 @@ def fused_linear_grpo(
         scalars,
         compute_dtype(lm_head_weight.dtype),
     )
-    chosen = resolve_impl("fused_linear_grpo", impl, hidden.device)
     kept = inputs.weights.nonzero().squeeze(-1)
     rows = hidden.reshape(-1, hidden.shape[-1]).to(lm_head_weight.dtype)
     if len(kept) < len(rows):
         rows = rows.index_select(0, kept)
         inputs = TokenInputs(*(None if t is None else t.index_select(0, kept) for t in inputs))  # type: ignore[arg-type]
-    chunk = chunk_rows or default_chunk_rows(lm_head_weight)
-    options = HeadOptions(float(temperature), float(softcap or 0.0), chunk, chosen)
     result = _FusedLinearGRPO.apply(
         rows, lm_head_weight, bias, inputs, scalars, options, return_stats, torch.is_grad_enabled()
     )
@@ -119,8 +129,8 @@ def fused_linear_grpo(
     "grpo_lit::fused_linear_grpo",
     mutates_args=(),
     schema="(Tensor hidden, Tensor weight, Tensor? bias, Tensor ids, Tensor? old, Tensor advantages, "
-    "Tensor weights, Tensor? ref, float[] scalars, float temperature, float softcap, int chunk_rows, str impl, "
-    "bool want_entropy, bool[3] wanted) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"Tensor weights, Tensor? ref, float[] scalars, {HEAD_ARGUMENTS}, bool want_entropy, bool[3] wanted) "
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def _op(
     hidden: Tensor,
@@ -136,6 +146,7 @@ def _op(
     softcap: float,
     chunk_rows: int,
     impl: str,
+    narrow: bool,
     want_entropy: bool,
     wanted: list[bool],
 ) -> tuple[Tensor, ...]:
@@ -149,8 +160,8 @@ def _op(
         for start in range(0, len(hidden), chunk_rows):
             part = slice(start, start + chunk_rows)
             chunk = TokenInputs(*(None if t is None else t[part] for t in inputs))  # type: ignore[arg-type]
-            logits = project(hidden[part], weight, bias)
-            dlogits = gradient_buffer(logits, weight) if any(wanted) else None
+            logits = project(hidden[part], weight, bias, narrow)
+            dlogits = gradient_buffer(logits, weight, impl) if any(wanted) else None
             grad = None if dlogits is None else dlogits[None]
             result = logit_rows.loss_rows(logits[None], chunk, unpacked, options, grad)
             del logits  # before the next chunk's are made
@@ -165,7 +176,24 @@ def _op(
 
 
 @_op.register_fake
-def _(hidden, weight, bias, ids, old, adv, w, ref, scalars, temperature, softcap, chunk, impl, entropy, wanted):  # type: ignore[no-untyped-def]
+def _(
+    hidden,
+    weight,
+    bias,
+    ids,
+    old,
+    adv,
+    w,
+    ref,
+    scalars,
+    temperature,
+    softcap,
+    rows,
+    impl,
+    narrow,
+    entropy,
+    wanted,
+):  # type: ignore[no-untyped-def]
     row = hidden.new_empty(hidden.shape[0], dtype=compute_dtype(weight.dtype))
     return (
         row,

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from grpo_lit.errors import UserError
+from grpo_lit.kernels.dispatch import Impl
 from grpo_lit.kernels.token_terms import compute_dtype
 
-_CHUNK_BYTES = {"cuda": 224 << 20, "cpu": 32 << 20}
+_CHUNK_BYTES = {"cuda": 160 << 20, "cpu": 32 << 20}
 
 
 class HeadOptions(NamedTuple):
@@ -21,24 +22,37 @@ class HeadOptions(NamedTuple):
         softcap: bound of the tanh cap some models put on their logits; 0 for none.
         chunk_rows: rows of logits that exist at one time.
         impl: "triton" or "torch".
+        narrow: keep logits in the dtype of the weight, not in float32.
     """
 
     temperature: float
     softcap: float
     chunk_rows: int
     impl: str
+    narrow: bool
 
 
-def check_head(
+HEAD_ARGUMENTS = "float temperature, float softcap, int chunk_rows, str impl, bool narrow"
+"""HeadOptions in the schema of a custom op."""
+
+
+def head_options(
     hidden: Tensor,
     weight: Tensor,
     ids: Tensor,
     bias: Tensor | None,
+    *,
     temperature: float,
     softcap: float | None,
+    logits_dtype: torch.dtype | None,
     chunk_rows: int | None,
-) -> None:
-    """Raises UserError for shapes that don't fit each other and numbers out of range."""
+    impl: Impl,
+) -> HeadOptions:
+    """Checks the arguments that the ops on the output layer share.
+
+    Raises:
+        UserError: for shapes that don't fit each other and values out of range.
+    """
     if weight.dim() != 2 or hidden.shape[-1] != weight.shape[1]:
         raise UserError("lm_head_weight", tuple(weight.shape), f"(V, H) with H = {hidden.shape[-1]}")
     if ids.shape != hidden.shape[:-1]:
@@ -51,23 +65,24 @@ def check_head(
         raise UserError("softcap", softcap, "> 0, or None for no cap")
     if chunk_rows is not None and chunk_rows < 1:
         raise UserError("chunk_rows", chunk_rows, ">= 1, or None to size it by memory")
+    wide = compute_dtype(weight.dtype)
+    if logits_dtype not in (None, wide, weight.dtype):
+        raise UserError("logits_dtype", logits_dtype, f"None, {wide} or the weight's {weight.dtype}")
+    narrow = logits_dtype is not None and logits_dtype != wide
+    rows = chunk_rows or default_chunk_rows(weight, weight.dtype if narrow else wide)
+    return HeadOptions(float(temperature), float(softcap or 0.0), rows, impl, narrow)
 
 
-def default_chunk_rows(weight: Tensor) -> int:
-    """Rows of logits to hold at a time: what fits a fixed number of bytes, in whole tiles of 64 rows.
-
-    A row costs V values of the softmax's dtype, and V of the weight's for the gradient.
-    """
+def default_chunk_rows(weight: Tensor, logits_dtype: torch.dtype) -> int:
+    """Rows of logits to hold at a time: what fits a fixed number of bytes, in whole tiles of 64 rows."""
     budget = _CHUNK_BYTES["cuda" if weight.is_cuda else "cpu"]
-    rows = max(
-        1, budget // (weight.shape[0] * (compute_dtype(weight.dtype).itemsize + weight.element_size()))
-    )
+    rows = max(1, budget // (weight.shape[0] * logits_dtype.itemsize))
     return rows // 64 * 64 if rows >= 64 else rows
 
 
-def project(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """(rows, V) logits before cap and temperature, in float32 (float64 for float64)."""
-    if weight.dtype in (torch.float32, torch.float64):
+def project(hidden: Tensor, weight: Tensor, bias: Tensor | None, narrow: bool) -> Tensor:
+    """(rows, V) logits before cap and temperature, in float32 (float64 for float64) unless ``narrow``."""
+    if narrow or weight.dtype in (torch.float32, torch.float64):
         logits = hidden @ weight.t()
     elif hidden.is_cuda:
         # straight from the float32 accumulator: no rounding to 16 bits on the way
@@ -77,9 +92,20 @@ def project(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return logits if bias is None else logits.add_(bias)
 
 
-def gradient_buffer(logits: Tensor, weight: Tensor) -> Tensor:
-    """Where the logits' gradient goes: over the logits, or beside them if the weight's dtype is narrower."""
-    return logits if logits.dtype == weight.dtype else torch.empty_like(logits, dtype=weight.dtype)
+def gradient_buffer(logits: Tensor, weight: Tensor, impl: str) -> Tensor:
+    """(rows, V) in the weight's dtype for the logits' gradient: over the logits wherever that is safe.
+
+    A 16-bit gradient fits in the front half of its own row of float32 logits. The Triton kernel may write it
+    there, since it reads a row to its end before it writes any of it.
+    """
+    if logits.dtype == weight.dtype:
+        return logits
+    if impl == "triton":
+        from grpo_lit.kernels._triton.logit_rows import reads_rows_first
+
+        if reads_rows_first(logits):
+            return logits.view(weight.dtype)[:, : logits.shape[1]]
+    return torch.empty_like(logits, dtype=weight.dtype)
 
 
 class HeadGradients(NamedTuple):

@@ -33,11 +33,11 @@ from grpo_lit.errors import UserError
 from grpo_lit.kernels import logit_rows
 from grpo_lit.kernels.dispatch import resolve_impl
 from grpo_lit.kernels.head import (
+    HEAD_ARGUMENTS,
     HeadGradients,
     HeadOptions,
-    check_head,
-    default_chunk_rows,
     gradient_buffer,
+    head_options,
     project,
 )
 from grpo_lit.kernels.logit_rows import RowOptions
@@ -53,6 +53,7 @@ def linear_logprobs(
     temperature: float = 1.0,
     softcap: float | None = None,
     mask: Tensor | None = None,
+    logits_dtype: torch.dtype | None = None,
     impl: str | None = None,
     chunk_rows: int | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -71,6 +72,8 @@ def linear_logprobs(
         softcap: bound of the model's tanh cap on logits, > 0, or None.
         mask: (...) bool, True where the token counts. The others cost nothing, whatever their id, and get
             log-prob and entropy 0 and an exactly zero gradient. None: every token counts.
+        logits_dtype: dtype a chunk's logits are kept in: None for float32 (float64 for float64), or the weight's
+            own, which halves their memory and rounds them as full 16-bit logits are rounded.
         impl: ``"triton"``, ``"torch"`` or None for the device's default.
         chunk_rows: rows of logits alive at a time; None sizes the chunk by memory.
 
@@ -80,20 +83,27 @@ def linear_logprobs(
     Raises:
         UserError: for shapes that don't fit, a temperature or cap that isn't positive, an unknown ``impl``.
     """
-    check_head(hidden, lm_head_weight, completion_ids, bias, temperature, softcap, chunk_rows)
+    options = head_options(
+        hidden,
+        lm_head_weight,
+        completion_ids,
+        bias,
+        temperature=temperature,
+        softcap=softcap,
+        logits_dtype=logits_dtype,
+        chunk_rows=chunk_rows,
+        impl=resolve_impl("linear_logprobs", impl, hidden.device),
+    )
     if mask is not None and (mask.shape != completion_ids.shape or mask.dtype != torch.bool):
         raise UserError(
             "mask", (mask.dtype, tuple(mask.shape)), f"bool of shape {tuple(completion_ids.shape)}"
         )
-    chosen = resolve_impl("linear_logprobs", impl, hidden.device)
     shape = completion_ids.shape
     rows = hidden.reshape(-1, hidden.shape[-1]).to(lm_head_weight.dtype)
     ids = completion_ids.reshape(-1)
     kept = None if mask is None else mask.reshape(-1).nonzero().squeeze(-1)
     if kept is not None:
         rows, ids = rows.index_select(0, kept), ids.index_select(0, kept)
-    chunk = chunk_rows or default_chunk_rows(lm_head_weight)
-    options = HeadOptions(float(temperature), float(softcap or 0.0), chunk, chosen)
     trains = [t is not None and t.requires_grad for t in (rows, lm_head_weight, bias)]
     if torch.is_grad_enabled() and any(trains):
         logprobs, entropy = _LinearLogprobs.apply(rows, lm_head_weight, ids, bias, options)
@@ -109,13 +119,11 @@ def linear_logprobs(
 
 # The chunk loops are custom ops, so that torch.compile sees two nodes.
 
-_ARGUMENTS = "float temperature, float softcap, int chunk_rows, str impl"
-
 
 @torch.library.custom_op(
     "grpo_lit::linear_logprobs",
     mutates_args=(),
-    schema=f"(Tensor hidden, Tensor weight, Tensor ids, Tensor? bias, {_ARGUMENTS}, bool jacobian) "
+    schema=f"(Tensor hidden, Tensor weight, Tensor ids, Tensor? bias, {HEAD_ARGUMENTS}, bool jacobian) "
     "-> (Tensor, Tensor, Tensor)",
 )
 def _op(
@@ -127,6 +135,7 @@ def _op(
     softcap: float,
     chunk_rows: int,
     impl: str,
+    narrow: bool,
     jacobian: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(logprobs, entropy, J) of (rows, H) hidden states; J is empty unless asked for."""
@@ -138,9 +147,9 @@ def _op(
     with torch.autocast(hidden.device.type, enabled=False):
         for start in range(0, len(hidden), chunk_rows):
             part = slice(start, start + chunk_rows)
-            logits = project(hidden[part], weight, bias)
+            logits = project(hidden[part], weight, bias, narrow)
             if jacobian:
-                dlogits = gradient_buffer(logits, weight)
+                dlogits = gradient_buffer(logits, weight, impl)
                 g = ones[: len(logits)]
                 result = logit_rows.given_rows(logits[None], ids[part], g, None, options, dlogits[None])
                 torch.mm(dlogits, weight, out=jac[part])
@@ -153,7 +162,7 @@ def _op(
 
 
 @_op.register_fake
-def _(hidden, weight, ids, bias, temperature, softcap, chunk_rows, impl, jacobian):  # type: ignore[no-untyped-def]
+def _(hidden, weight, ids, bias, temperature, softcap, chunk_rows, impl, narrow, jacobian):  # type: ignore[no-untyped-def]
     logprobs = hidden.new_empty(hidden.shape[0], dtype=compute_dtype(weight.dtype))
     return logprobs, torch.empty_like(logprobs), torch.empty_like(hidden) if jacobian else hidden.new_empty(0)
 
@@ -162,7 +171,7 @@ def _(hidden, weight, ids, bias, temperature, softcap, chunk_rows, impl, jacobia
     "grpo_lit::linear_logprobs_backward",
     mutates_args=(),
     schema="(Tensor hidden, Tensor weight, Tensor ids, Tensor? bias, Tensor dlogprobs, Tensor? dentropy, "
-    f"{_ARGUMENTS}, bool[3] wanted) -> (Tensor, Tensor, Tensor)",
+    f"{HEAD_ARGUMENTS}, bool[3] wanted) -> (Tensor, Tensor, Tensor)",
 )
 def _backward_op(
     hidden: Tensor,
@@ -175,6 +184,7 @@ def _backward_op(
     softcap: float,
     chunk_rows: int,
     impl: str,
+    narrow: bool,
     wanted: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(d hidden, d weight, d bias) by recomputing the logits; those not wanted are empty."""
@@ -183,8 +193,8 @@ def _backward_op(
     with torch.autocast(hidden.device.type, enabled=False):
         for start in range(0, len(hidden), chunk_rows):
             part = slice(start, start + chunk_rows)
-            logits = project(hidden[part], weight, bias)
-            dlogits = gradient_buffer(logits, weight)
+            logits = project(hidden[part], weight, bias, narrow)
+            dlogits = gradient_buffer(logits, weight, impl)
             e = None if dentropy is None else dentropy[part]
             logit_rows.given_rows(logits[None], ids[part], dlogprobs[part], e, options, dlogits[None])
             del logits
@@ -194,7 +204,7 @@ def _backward_op(
 
 
 @_backward_op.register_fake
-def _(hidden, weight, ids, bias, dlogprobs, dentropy, temperature, softcap, chunk_rows, impl, wanted):  # type: ignore[no-untyped-def]
+def _(hidden, weight, ids, bias, dlogprobs, dentropy, temperature, softcap, rows, impl, narrow, wanted):  # type: ignore[no-untyped-def]
     none = hidden.new_empty(0)
     return (
         torch.empty_like(hidden) if wanted[0] else none,

@@ -1,13 +1,18 @@
-"""Rows of logits in, loss / log-prob / entropy and the logits' gradient out: one read and one write of the row.
+"""Rows of logits in, loss / log-prob / entropy and the logits' gradient out: one read, one write.
 
 A row is cut into blocks, one program each. A program keeps its block in registers, publishes the block's
-(maximum, normaliser, entropy sum), waits until the whole row has published, merges all the triples as in
-online softmax (1805.02867), and writes its block of the gradient. So a row of any length is read once, while
-a program per row has to read it twice or hold it in shared memory.
+(maximum, normaliser, entropy sum), waits until the whole row has published, merges the triples as in online
+softmax (1805.02867), and writes its block of the gradient. So a row of any length is read once, while one
+program a row has to read it twice or hold it in shared memory.
 
-Waiting is safe because blocks of a row are consecutive programs and programs start in the order of their
-index (what the single-pass scan of CUB rests on too): the unfinished row with the lowest index always has all
-its programs on the device, as long as a row has fewer blocks than the device runs at a time. Where that can't be
+What a program publishes are 64-bit words: 32 bits of value and 32 bits that are 0 until the word is there. A
+waiting program reads the words themselves, so nothing has to be ordered by a fence, and a round trip to the
+second-level cache is all it costs. Nothing else passes between programs: the chosen logit travels in a word too,
+read by the program that holds it.
+
+Waiting is safe because blocks of a row are consecutive programs and programs start in the order of their index
+(what the single-pass scan of CUB rests on too): the unfinished row with the lowest index always has all its
+programs on the device, as long as a row has fewer blocks than the device runs at a time. Where that can't be
 promised (the interpreter, ROCm, a tiny device), the same kernel runs twice: publish, then finish.
 
 The softmax works on differences to the maximum, scaled by log2(e) / temperature for ``exp2``.
@@ -32,37 +37,85 @@ _BOTH, _PUBLISH, _FINISH = 0, 1, 2
 
 
 class Plan(NamedTuple):
-    """How a row is cut.
+    """How a row is cut: a program holds ``tiles`` tiles of ``tile`` elements, a vector of 16 bytes a thread each.
 
     Attributes:
-        block: elements of the row that one program holds.
+        tile: elements of a tile, a power of two.
+        tiles: tiles of a program.
         num_warps: its warps.
-        reload: read the block a second time (from the second-level cache) instead of keeping it in registers.
         registers: most registers a thread may take, None to leave it to the compiler.
     """
 
-    block: int
+    tile: int
+    tiles: int
     num_warps: int
-    reload: bool = False
     registers: int | None = None
 
 
 @triton.jit
-def _merged(peaks_at, sums_at, tilts_at, num_blocks, scale, PAD: tl.constexpr, ENTROPY: tl.constexpr):  # type: ignore[no-untyped-def]
-    """(maximum, normaliser, entropy sum) of a row from its blocks' triples."""
-    index = tl.arange(0, PAD)
-    inside = index < num_blocks
-    # .cg: these were written by other multiprocessors a moment ago, the first-level cache may be stale
-    peaks = tl.load(peaks_at + index, mask=inside, other=float("-inf"), cache_modifier=".cg")
-    sums = tl.load(sums_at + index, mask=inside, other=0.0, cache_modifier=".cg")
-    peak = tl.max(peaks, 0)
-    gap = tl.where(sums > 0.0, (peaks - peak) * scale, 0.0)
-    share = tl.where(sums > 0.0, tl.exp2(gap), 0.0)
+def _word(value, check):  # type: ignore[no-untyped-def]
+    """A published word: float32 ``value`` below, the bits of positive float32 ``check`` above."""
+    low = value.to(tl.uint32, bitcast=True).to(tl.int64)
+    return low | (check.to(tl.uint32, bitcast=True).to(tl.int64) << 32)
+
+
+@triton.jit
+def _halves(words, wanted, WAIT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(value, check) of the ``wanted`` words, 0 elsewhere; waits until they are published if WAIT."""
+    if WAIT:
+        low, high = tl.inline_asm_elementwise(
+            """{
+                .reg .pred idle, waiting;
+                mov.b32 $0, 0;
+                mov.b32 $1, 0;
+                setp.eq.u32 idle, $3, 0;
+                @idle bra done;
+            again:
+                ld.relaxed.gpu.global.v2.b32 {$0, $1}, [$2];
+                setp.eq.u32 waiting, $1, 0;
+                @waiting bra again;
+            done:
+            }""",
+            "=&r,=&r,l,r",
+            [words, wanted.to(tl.int32)],
+            dtype=(tl.float32, tl.float32),
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        word = tl.load(words, mask=wanted, other=0)
+        low = word.to(tl.uint32).to(tl.float32, bitcast=True)
+        high = (word >> 32).to(tl.uint32).to(tl.float32, bitcast=True)
+    return low, high
+
+
+@triton.jit
+def _merged(words, num_blocks, scale, PAD: tl.constexpr, ENTROPY: tl.constexpr, WAIT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(maximum, normaliser, entropy sum, chosen logit) of a row from the words of its blocks."""
+    index = tl.arange(0, PAD)  # the blocks' words, then that of the chosen logit
+    peaks, sums = _halves(words + index, index <= num_blocks, WAIT)
+    x_chosen = tl.sum(tl.where(index == num_blocks, peaks, 0.0), 0)
+    block = index < num_blocks
+    sums = tl.where(block, sums, 0.0)
+    peak = tl.max(tl.where(block, peaks, float("-inf")), 0)
+    gap = tl.where(block & (peaks != float("-inf")), (peaks - peak) * scale, 0.0)
+    share = tl.where(block & (peaks != float("-inf")), tl.exp2(gap), 0.0)
     tilt = 0.0
     if ENTROPY:
-        tilts = tl.load(tilts_at + index, mask=inside, other=0.0, cache_modifier=".cg")
+        tilts, _ = _halves(words + num_blocks + 1 + index, block, WAIT)
         tilt = tl.sum((tilts + gap * sums) * share, 0)
-    return peak, tl.sum(sums * share, 0), tilt
+    return peak, tl.sum(sums * share, 0), tilt, x_chosen
+
+
+@triton.jit
+def _again(x, nothing, HIDE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """x, as a value the compiler can't know to be x: it then keeps 16-bit x and not the float32 made of it."""
+    if HIDE:
+        zeros = tl.full(x.shape, 0, tl.int16) + nothing.to(tl.int16)
+        x = tl.inline_asm_elementwise(
+            "xor.b32 $0, $1, $2;", "=r,r,r", [x, zeros], dtype=x.dtype, is_pure=True, pack=2
+        )
+    return x
 
 
 @triton.jit
@@ -79,17 +132,16 @@ def _logit_rows_kernel(  # type: ignore[no-untyped-def]
     loss_out,
     logprob_out,
     entropy_out,
-    peaks,
-    sums,
-    tilts,
-    picked,
-    arrived,
+    words,
+    slots,
+    nothing,
     num_blocks,
     steps,
     vocab,
     width,
     stride_n,
     stride_t,
+    end,
     grad_stride_n,
     grad_stride_t,
     inv_temperature,
@@ -100,7 +152,8 @@ def _logit_rows_kernel(  # type: ignore[no-untyped-def]
     beta,
     entropy_coef,
     cispo_cap,
-    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    TILES: tl.constexpr,
     PAD: tl.constexpr,
     PHASE: tl.constexpr,
     LOSS: tl.constexpr,
@@ -118,28 +171,34 @@ def _logit_rows_kernel(  # type: ignore[no-untyped-def]
     SAME_LAYOUT: tl.constexpr,
     EVEN: tl.constexpr,
     VEC: tl.constexpr,
-    RELOAD: tl.constexpr,
+    PACKED: tl.constexpr,
 ):
     pid = tl.program_id(0)
     row = pid // num_blocks
     block = pid % num_blocks
+    begin = block * (TILE * TILES)
     first = (row // steps).to(tl.int64) * stride_n + (row % steps).to(tl.int64) * stride_t
-    lane = tl.arange(0, BLOCK)
+    lane = tl.arange(0, TILE)
     # Rows that start off a 16-byte boundary are read from the boundary below, so that loads stay 16 bytes wide.
     shift = 0
     if not ALIGNED:
         shift = (first % VEC).to(tl.int32)
         first = tl.multiple_of(first - shift, VEC)
-    begin = block * BLOCK
-    column = begin + lane - shift  # (BLOCK,) vocabulary index, negative before the row
-    source = logits + first + begin + lane
+    source = logits + first + begin
+    left = 0
+    if not EVEN:
+        left = tl.minimum(end - first - begin, TILE * TILES).to(tl.int32)
     if SAME_LAYOUT:
-        target = grad + first + begin + lane
+        target = grad + first + begin
     else:
         out_first = (row // steps).to(tl.int64) * grad_stride_n + (row % steps).to(tl.int64) * grad_stride_t
-        target = grad + out_first + column
-    whole = (begin >= shift) & (begin + BLOCK - shift <= vocab)
+        target = grad + (out_first + begin - shift)
+    # from here on columns count from the first lane of this program
+    vocab = vocab + shift - begin
+    width = width + shift - begin
+    shift -= begin
 
+    chosen = tl.load(ids + row).to(tl.int32) + shift
     weight = 1.0
     upstream = 0.0
     upstream_entropy = 0.0
@@ -156,50 +215,55 @@ def _logit_rows_kernel(  # type: ignore[no-untyped-def]
 
     if live:
         scale = inv_temperature * 1.4426950408889634
-        chosen = tl.load(ids + row).to(tl.int32)
-        spot = chosen + shift - begin
-        owner = (spot >= 0) & (spot < BLOCK)
+        owner = (chosen >= 0) & (chosen < TILE * TILES)
         # Before the first barrier: in place, this element is overwritten soon after the last one.
-        x_chosen = tl.load(logits + first + begin + spot, mask=owner, other=0.0).to(tl.float32)
+        x_chosen = tl.load(source + chosen, mask=owner, other=0.0).to(tl.float32)
         if SOFTCAP:
             x_chosen = softcap * tanh(x_chosen / softcap)
-        x, slope = _read(source, column, whole, vocab, softcap, EVEN, SOFTCAP)
-        peak_here = tl.max(x, 0)
-        reference = tl.where(peak_here == float("-inf"), 0.0, peak_here)
-        power = tl.exp2((x - reference) * scale)  # (BLOCK,) e^(x - peak), 0 outside the row
-
-        if PHASE != 2:
-            total_here = tl.sum(power, 0)
-            tilt_here = 0.0
+        raws = ()
+        for i in tl.static_range(TILES):
+            raws = raws + (_read(source, lane + i * TILE, shift, vocab, left, i * TILE, TILE, EVEN, VEC),)
+        top = tl.full((TILE,), float("-inf"), tl.float32)
+        for i in tl.static_range(TILES):
+            x, _ = _activate(raws[i], lane + i * TILE, shift, vocab, softcap, EVEN, SOFTCAP)
+            top = tl.maximum(top, x)
+        peak = tl.max(top, 0)
+        base = tl.where(peak == float("-inf"), 0.0, peak)
+        sums = tl.zeros((TILE,), tl.float32)
+        tilts = tl.zeros((TILE,), tl.float32)
+        for i in tl.static_range(TILES):
+            raw = _again(raws[i], nothing, PACKED)
+            x, _ = _activate(raw, lane + i * TILE, shift, vocab, softcap, EVEN, SOFTCAP)
+            power = tl.exp2((x - base) * scale)  # e^(x - peak), 0 outside the row
+            sums += power
             if ENTROPY:
-                tilt_here = tl.sum(tl.where(power > 0.0, power * ((x - reference) * scale), 0.0), 0)
-            if SINGLE:
-                peak, total, tilt = peak_here, total_here, tilt_here
-            else:
-                # stored and announced by the same thread, so the announcement releases the stores
-                tl.store(peaks + pid, peak_here)
-                tl.store(sums + pid, total_here)
+                tilts += tl.where(power > 0.0, power * ((x - base) * scale), 0.0)
+        total = tl.sum(sums, 0)
+        tilt = 0.0
+        if ENTROPY:
+            tilt = tl.sum(tilts, 0)
+        at = words
+        if not SINGLE:
+            at = words + row.to(tl.int64) * slots
+            if PHASE != 2:
+                one = tl.full((), 1.0, tl.float32)
+                # 1e-30: a block without a finite logit counts nothing, but must not look unpublished
+                tl.atomic_xchg(at + block, _word(peak, tl.maximum(total, 1e-30)), sem="relaxed")
                 if ENTROPY:
-                    tl.store(tilts + pid, tilt_here)
-                tl.store(picked + row, x_chosen, mask=owner)
-
-        last = True
-        if (not SINGLE) and PHASE == 0:
-            count = tl.atomic_add(arrived + row, 1, sem="acq_rel") + 1
-            if WRITE:
-                while count < num_blocks:
-                    count = tl.atomic_add(arrived + row, 0, sem="acquire")
-            else:
-                last = count == num_blocks
-        if PHASE == 2 and (not WRITE):
-            last = block == 0
-        if PHASE != 1 and last:
+                    tl.atomic_xchg(at + num_blocks + 1 + block, _word(tilt, one), sem="relaxed")
+                tl.atomic_xchg(at + num_blocks, _word(x_chosen, one), mask=owner, sem="relaxed")
+        if PHASE != 1 and (WRITE or block == 0):
+            advantage = 0.0
+            before = 0.0
+            other = 0.0
+            if LOSS:  # asked for before the wait
+                advantage = tl.load(advantages + row)
+                if HAS_OLD:
+                    before = tl.load(old + row)
+                if HAS_REF:
+                    other = tl.load(ref + row)
             if not SINGLE:
-                triples = row * num_blocks
-                peak, total, tilt = _merged(
-                    peaks + triples, sums + triples, tilts + triples, num_blocks, scale, PAD, ENTROPY
-                )
-                x_chosen = tl.load(picked + row, cache_modifier=".cg")
+                peak, total, tilt, x_chosen = _merged(at, num_blocks, scale, PAD, ENTROPY, PHASE == 0)
             log2_total = tl.log2(total)
             logp = ((x_chosen - peak) * scale - log2_total) * _LN2
             entropy = 0.0
@@ -209,13 +273,8 @@ def _logit_rows_kernel(  # type: ignore[no-untyped-def]
             slope_logp = upstream
             slope_entropy = upstream_entropy
             if LOSS:
-                before = logp
-                if HAS_OLD:
-                    before = tl.load(old + row)
-                other = 0.0
-                if HAS_REF:
-                    other = tl.load(ref + row)
-                advantage = tl.load(advantages + row)
+                if not HAS_OLD:
+                    before = logp
                 loss, slope_logp = token_terms(
                     logp,
                     before,
@@ -233,26 +292,28 @@ def _logit_rows_kernel(  # type: ignore[no-untyped-def]
                 if ENTROPY_BONUS:
                     loss -= weight * entropy_coef * entropy
                     slope_entropy = -weight * entropy_coef
-            if (block == 0) | (not WRITE):
+            if block == 0:
                 if LOSS:
                     tl.store(loss_out + row, loss)
                 tl.store(logprob_out + row, logp)
                 if ENTROPY:
                     tl.store(entropy_out + row, entropy)
             if WRITE:
-                if RELOAD:
-                    x, slope = _read(source, column, whole, vocab, softcap, EVEN, SOFTCAP)
-                    power = tl.exp2((x - reference) * scale)
-                p = power * (tl.exp2((reference - peak) * scale) / total)
-                dx = -slope_logp * p
-                if GIVEN_ENTROPY or ENTROPY_BONUS:
-                    log_p = ((x - peak) * scale - log2_total) * _LN2
-                    dx -= tl.where(p > 0.0, slope_entropy * p * (log_p + entropy), 0.0)
-                dx += tl.where(column == chosen, slope_logp, 0.0)
-                dx *= inv_temperature
-                if SOFTCAP:
-                    dx *= slope
-                _write(target, dx, column, begin, shift, width, BLOCK, EVEN)
+                # dz = (g 1[v = a] - p (g + e (ln p + entropy))) / temperature
+                g = slope_logp * inv_temperature
+                for i in tl.static_range(TILES):
+                    raw = _again(raws[i], 2 * nothing, PACKED)
+                    x, slope = _activate(raw, lane + i * TILE, shift, vocab, softcap, EVEN, SOFTCAP)
+                    power = tl.exp2((x - peak) * scale)
+                    dz = power * (-g / total)
+                    if GIVEN_ENTROPY or ENTROPY_BONUS:
+                        log_p = ((x - peak) * scale - log2_total) * _LN2
+                        e = slope_entropy * inv_temperature / total
+                        dz -= tl.where(power > 0.0, e * power * (log_p + entropy), 0.0)
+                    dz += tl.where(lane + i * TILE == chosen, g, 0.0)
+                    if SOFTCAP:
+                        dz *= slope
+                    _write(target, dz, lane + i * TILE, shift, width, i * TILE, TILE, EVEN)
     else:
         if PHASE != 1:
             if block == 0:
@@ -262,48 +323,66 @@ def _logit_rows_kernel(  # type: ignore[no-untyped-def]
                 if ENTROPY:
                     tl.store(entropy_out + row, 0.0)
             if WRITE:
-                _write(target, tl.zeros((BLOCK,), tl.float32), column, begin, shift, width, BLOCK, EVEN)
+                for i in tl.static_range(TILES):
+                    zeros = tl.zeros((TILE,), tl.float32)
+                    _write(target, zeros, lane + i * TILE, shift, width, i * TILE, TILE, EVEN)
 
 
 @triton.jit
-def _read(source, column, whole, vocab, softcap, EVEN: tl.constexpr, SOFTCAP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """(x, dx/dz up to the temperature) of a block in float32; -inf outside the row's vocabulary."""
-    inside = (column >= 0) & (column < vocab)
+def _read(
+    source, column, shift, vocab, left, begin, TILE: tl.constexpr, EVEN: tl.constexpr, VEC: tl.constexpr
+):  # type: ignore[no-untyped-def]
+    """A tile of logits as stored. Lanes outside the row hold anything where not EVEN."""
     if EVEN:
-        raw = tl.load(source, mask=inside, other=float("-inf"))
+        raw = tl.load(source + column, mask=column < vocab, other=float("-inf"))
     else:
-        # A mask whose edge isn't on a boundary would make every load of the block narrow.
-        if whole:
-            raw = tl.load(source)
-        else:
-            raw = tl.load(source, mask=inside, other=float("-inf"))
+        # Whole vectors, neighbours included: a mask with its edge inside a vector makes all loads narrow.
+        vector = column // VEC * VEC
+        touched = (vector + VEC > shift) & (vector < vocab)
+        if left >= begin + TILE:
+            raw = tl.load(source + column, mask=touched, other=float("-inf"))
+        else:  # where the logits end there may be no neighbour
+            raw = tl.load(source + column, mask=touched & (column < left), other=float("-inf"))
+    return raw
+
+
+@triton.jit
+def _activate(raw, column, shift, vocab, softcap, EVEN: tl.constexpr, SOFTCAP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(x, dx/dz up to the temperature) of a tile in float32; -inf outside the row's vocabulary."""
     x = raw.to(tl.float32)
     slope = 1.0
     if SOFTCAP:
         squashed = tanh(x / softcap)
         slope = 1.0 - squashed * squashed
-        x = tl.where(inside, softcap * squashed, float("-inf"))
+        x = softcap * squashed
+    if SOFTCAP or not EVEN:
+        x = tl.where((column >= shift) & (column < vocab), x, float("-inf"))
     return x, slope
 
 
 @triton.jit
-def _write(target, values, column, begin, shift, width, BLOCK: tl.constexpr, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Stores a block of the gradient, the padded columns of the row included, nothing outside the row."""
+def _write(target, values, column, shift, width, begin, TILE: tl.constexpr, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Stores a tile of the gradient, the padded columns of the row included, nothing outside the row."""
     values = values.to(target.dtype.element_ty)
-    inside = (column >= 0) & (column < width)
+    inside = (column >= shift) & (column < width)
     if EVEN:
-        tl.store(target, values, mask=inside)
+        tl.store(target + column, values, mask=column < width)
     else:
-        if (begin >= shift) & (begin + BLOCK - shift <= width):
-            tl.store(target, values)
+        if (begin >= shift) & (begin + TILE <= width):
+            tl.store(target + column, values)
         else:
-            tl.store(target, values, mask=inside)
+            tl.store(target + column, values, mask=inside)
 
 
 def default_plan(width: int, element_size: int) -> Plan:
-    """Block and warps for rows of ``width`` logits; sizes from sweeps on one H200."""
-    block = min(8192, max(128, triton.next_power_of_2(width)))
-    return Plan(block, num_warps=max(1, min(8, block // 1024)))
+    """Tiles and warps for rows of ``width`` logits; sizes from sweeps on one H200."""
+    vector = 16 // element_size
+    num_warps = 8
+    while num_warps > 1 and 32 * num_warps // 2 * vector >= width:
+        num_warps //= 2
+    tile = 32 * num_warps * vector
+    tiles = min(4 if element_size == 2 else 8, triton.cdiv(width + vector - 1, tile))
+    return Plan(tile, tiles, num_warps, 48 if element_size == 2 else 64)
 
 
 def waits_safely(num_blocks: int, device: torch.device) -> bool:
@@ -312,6 +391,21 @@ def waits_safely(num_blocks: int, device: torch.device) -> bool:
         return False
     # at least one program a multiprocessor; halved for a second stream doing the same
     return num_blocks <= torch.cuda.get_device_properties(device).multi_processor_count // 2
+
+
+def _blocks(logits: Tensor, plan: Plan) -> tuple[int, bool]:
+    """(blocks a row is cut into, whether every row starts on a 16-byte boundary) for logits (..., rows, V)."""
+    width = logits.shape[-1]
+    aligned = logits.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in logits.stride()[:-1])
+    spare = 0 if aligned else 16 // logits.element_size() - 1
+    return triton.cdiv(width + spare, plan.tile * plan.tiles), aligned
+
+
+def reads_rows_first(logits: Tensor) -> bool:
+    """Whether no part of a row's gradient is written before all of the row has been read."""
+    plan = default_plan(logits.shape[-1], logits.element_size())
+    blocks, _ = _blocks(logits, plan)
+    return blocks > 1 and waits_safely(blocks, logits.device)
 
 
 def logit_rows(
@@ -340,9 +434,7 @@ def logit_rows(
     count, steps, width = logits.shape
     rows = count * steps
     plan = plan or default_plan(width, logits.element_size())
-    vec = 16 // logits.element_size()
-    aligned = logits.data_ptr() % 16 == 0 and logits.stride(0) % 16 == 0 and logits.stride(1) % 16 == 0
-    num_blocks = triton.cdiv(width if aligned else width + vec - 1, plan.block)
+    num_blocks, aligned = _blocks(logits, plan)
     out = logits if grad is None else grad
     same = out.stride() == logits.stride() and out.data_ptr() % 16 == logits.data_ptr() % 16 == 0
     bonus = weights is not None and scalars.entropy_coef != 0
@@ -356,10 +448,11 @@ def logit_rows(
     if rows == 0:
         return loss, logprob, entropy
     single = num_blocks == 1
-    triples = empty(3, 0 if single else rows * num_blocks)
-    picked = empty(0 if single else rows)
     waits = single or waits_safely(num_blocks, logits.device)
-    arrived = torch.zeros(0 if single or not waits else rows, dtype=torch.int32, device=logits.device)
+    slots = num_blocks * (2 if entropy_used else 1) + 1
+    words = torch.zeros((0 if single else rows, slots), dtype=torch.int64, device=logits.device)
+    # where the storage behind the logits ends, in elements from their first
+    end = (count - 1) * logits.stride(0) + (steps - 1) * logits.stride(1) + width
     limit = {} if plan.registers is None or interpreting() else {"maxnreg": plan.registers}
     for phase in (_BOTH,) if waits else (_PUBLISH, _FINISH):
         _logit_rows_kernel[(rows * num_blocks,)](
@@ -375,17 +468,16 @@ def logit_rows(
             loss,
             logprob,
             entropy,
-            triples[0],
-            triples[1],
-            triples[2],
-            picked,
-            arrived,
+            words,
+            slots,
+            0,
             num_blocks,
             steps,
             vocab_size,
             width,
             logits.stride(0),
             logits.stride(1),
+            end,
             out.stride(0),
             out.stride(1),
             1.0 / temperature,
@@ -396,8 +488,9 @@ def logit_rows(
             scalars.beta,
             scalars.entropy_coef,
             scalars.cispo_cap,
-            BLOCK=plan.block,
-            PAD=triton.next_power_of_2(num_blocks),
+            TILE=plan.tile,
+            TILES=plan.tiles,
+            PAD=max(triton.next_power_of_2(num_blocks + 1), 32 * plan.num_warps),
             PHASE=phase,
             LOSS=weights is not None,
             GIVEN=dlogprobs is not None,
@@ -413,8 +506,8 @@ def logit_rows(
             ALIGNED=aligned,
             SAME_LAYOUT=same,
             EVEN=aligned and vocab_size % 16 == 0 and width % 16 == 0,
-            VEC=vec,
-            RELOAD=plan.reload,
+            VEC=16 // logits.element_size(),
+            PACKED=logits.element_size() == 2 and not interpreting(),
             num_warps=plan.num_warps,
             **limit,
         )

@@ -73,6 +73,24 @@ def _token_loss_kernel(  # type: ignore[no-untyped-def]
     tl.store(partial + pid, tl.sum(loss))
 
 
+@triton.jit
+def _sum_kernel(values, out, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """out = the sum of the values, in a fixed order; one program."""
+    lane = tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, count, BLOCK):
+        total += tl.load(values + start + lane, mask=start + lane < count, other=0.0)
+    tl.store(out, tl.sum(total, 0))
+
+
+def ordered_sum(values: Tensor) -> Tensor:
+    """Sum of a short contiguous float32 vector as a scalar, the same bits every time."""
+    out = torch.empty((), dtype=torch.float32, device=values.device)
+    block = min(4096, triton.next_power_of_2(max(1, values.numel())))
+    _sum_kernel[(1,)](values, out, values.numel(), BLOCK=block, num_warps=max(1, min(16, block // 256)))
+    return out
+
+
 def token_loss(
     logprobs: Tensor,
     old: Tensor | None,
@@ -80,14 +98,16 @@ def token_loss(
     weights: Tensor,
     ref: Tensor | None,
     scalars: TokenScalars,
+    tokens: int = _TOKENS,
+    num_warps: int = 4,
 ) -> tuple[Tensor, Tensor]:
     """(loss, d loss / d logprobs): float32 (N, T) contiguous tensors in, ``advantages`` (N,) or (N, T)."""
     rows, steps = logprobs.shape
     dlogprobs = torch.empty_like(logprobs)
     if logprobs.numel() == 0:
         return logprobs.new_zeros(()), dlogprobs
-    columns = min(_TOKENS, triton.next_power_of_2(steps))
-    programs = triton.cdiv(rows, _TOKENS // columns) * triton.cdiv(steps, columns)
+    columns = min(tokens, triton.next_power_of_2(steps))
+    programs = triton.cdiv(rows, tokens // columns) * triton.cdiv(steps, columns)
     partial = torch.empty(programs, dtype=torch.float32, device=logprobs.device)
     _token_loss_kernel[(programs,)](
         logprobs,
@@ -104,12 +124,12 @@ def token_loss(
         scalars.delta,
         scalars.beta,
         scalars.cispo_cap,
-        ROWS=_TOKENS // columns,
+        ROWS=tokens // columns,
         COLUMNS=columns,
         ROW_ADVANTAGE=advantages.dim() == 1,
         HAS_OLD=old is not None,
         HAS_REF=ref is not None,
         CISPO=scalars.cispo,
-        num_warps=4,
+        num_warps=num_warps,
     )
-    return partial.sum(), dlogprobs
+    return ordered_sum(partial), dlogprobs
