@@ -1,0 +1,185 @@
+"""Built-in reward functions, and user functions by import path.
+
+A reward function is called as ``function(prompts=..., completions=..., **columns)`` with lists of N entries, and
+returns N numbers; None abstains: that row is left to the other functions, or stays out of its group. Columns are those
+of the data set; a function without ``**kwargs`` gets only those that it names.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import math
+import os
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from grpo_lit.errors import UserError
+from grpo_lit.rewards.extract import find_boxes, visible_text
+from grpo_lit.rewards.verify import Verdict, VerifierPool, default_pool
+
+RewardFunction = Callable[..., Sequence["float | None"]]
+
+_WELL_FORMED = re.compile(
+    r"\s*(?:<think>)?(?P<thinking>(?:(?!</?think>).)*)</think>(?P<answer>(?:(?!</?think>).)*)", re.DOTALL
+)
+
+
+class RewardResult(list["float | None"]):
+    """Rewards that carry the verdicts they came from, for the metrics."""
+
+    def __init__(self, rewards: Iterable[float | None], verdicts: Sequence[Verdict] = ()) -> None:
+        super().__init__(rewards)
+        self.verdicts = list(verdicts)
+
+
+def gold_text(value: Any) -> str | None:
+    """The gold answer of a data set's column as text: numbers, and lists of answers, become what `verify_math` reads.
+
+    >>> gold_text(27.0), gold_text(["$1$", "$2$"]), gold_text(None)
+    ('27', '$1$, $2$', None)
+    """
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return None
+    if isinstance(value, (list, tuple)):
+        texts = [text for text in map(gold_text, value) if text is not None]
+        return ", ".join(texts) or None
+    if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
+        value = int(value)
+    return str(value).strip() or None
+
+
+@dataclass
+class MathAccuracy:
+    """Whether the final answer is the one in the column ``answer``.
+
+    Args:
+        right: reward of a right answer.
+        wrong: reward of a wrong answer, and of none.
+        undecided: reward when the verifier ran out of time or died; None abstains.
+        timeout_s: longest time for one answer.
+        num_workers: worker processes; above 1 the function has a pool of its own.
+    """
+
+    right: float = 1.0
+    wrong: float = 0.0
+    undecided: float | None = 0.0
+    timeout_s: float = 5.0
+    num_workers: int = 1
+
+    def __post_init__(self) -> None:
+        self.__name__ = "math_accuracy"
+        self._pool = VerifierPool(self.num_workers, self.timeout_s) if self.num_workers != 1 else None
+
+    def __call__(
+        self, prompts: Sequence[str], completions: Sequence[str], answer: Sequence[Any]
+    ) -> RewardResult:
+        """Rewards of N completions; a row without a gold answer abstains."""
+        golds = [gold_text(value) for value in answer]
+        known = [i for i, gold in enumerate(golds) if gold is not None]
+        pool = self._pool or default_pool()
+        verdicts = pool.verify_many(
+            [completions[i] for i in known], [golds[i] or "" for i in known], timeout_s=self.timeout_s
+        )
+        rewards: list[float | None] = [None] * len(completions)
+        for i, verdict in zip(known, verdicts, strict=True):
+            undecided = verdict.kind in ("timeout", "crashed")
+            rewards[i] = self.right if verdict.correct else self.undecided if undecided else self.wrong
+        return RewardResult(rewards, verdicts)
+
+
+def math_accuracy(prompts: Sequence[str], completions: Sequence[str], answer: Sequence[Any]) -> RewardResult:
+    """1 for a right final answer, 0 otherwise; column ``answer``. `MathAccuracy` has the same with other values."""
+    return _MATH_ACCURACY(prompts, completions, answer)
+
+
+def think_format(prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
+    """1 for ``<think>reasoning</think>`` and then an answer, both not empty and each tag once; 0 otherwise.
+
+    The opening tag may be missing: a chat template that ends its prompt with it takes it out of the completion.
+    """
+    return [float(_is_well_formed(completion)) for completion in completions]
+
+
+def _is_well_formed(completion: str) -> bool:
+    match = _WELL_FORMED.fullmatch(completion) if completion.count("</think>") == 1 else None
+    return match is not None and bool(match["thinking"].strip()) and bool(match["answer"].strip())
+
+
+def boxed_format(prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
+    r"""1 if the answer, outside of any thinking, holds a closed ``\boxed{...}`` that isn't empty; 0 otherwise."""
+    rewards = []
+    for completion in completions:
+        visible = visible_text(completion)
+        boxes, _ = find_boxes(visible) if visible is not None else ([], False)
+        rewards.append(float(bool(boxes) and bool(boxes[-1][2].strip())))
+    return rewards
+
+
+_MATH_ACCURACY = MathAccuracy()
+BUILT_IN_REWARDS: dict[str, RewardFunction] = {
+    "math_accuracy": math_accuracy,
+    "think_format": think_format,
+    "boxed_format": boxed_format,
+}
+
+
+def resolve_reward(name: str | RewardFunction, *, argument: str = "model.rewards") -> RewardFunction:
+    """The reward function of a name.
+
+    Args:
+        name: a built-in name, an import path ``my_pkg.mod.fn`` or ``my_pkg.mod:fn``, or a callable, which is returned
+            as it is. The path may lead to a class, which is then made without arguments. Modules of the current folder
+            are found too.
+        argument: how the user calls the setting; for the error.
+
+    Raises:
+        UserError: there is no such function; says what is accepted.
+    """
+    accepted = (
+        f"one of {', '.join(BUILT_IN_REWARDS)}, or the import path of a function, such as my_pkg.mod.fn"
+    )
+    if callable(name):
+        return name
+    if not isinstance(name, str):
+        raise UserError(argument, name, accepted)
+    if name in BUILT_IN_REWARDS:
+        return BUILT_IN_REWARDS[name]
+    module_name, _, attribute = name.partition(":") if ":" in name else name.rpartition(".")
+    if not module_name or not attribute:
+        raise UserError(argument, name, accepted)
+    found = _import(module_name, attribute, argument, name, accepted)
+    if inspect.isclass(found):
+        found = found()
+    if not callable(found):
+        raise UserError(argument, name, f"{accepted}; this is {type(found).__name__}, which can't be called")
+    if inspect.iscoroutinefunction(found) or inspect.iscoroutinefunction(getattr(found, "__call__", None)):  # noqa: B004
+        raise UserError(
+            argument, name, f"{accepted}; this is an async function, and rewards are called without await"
+        )
+    return found  # type: ignore[no-any-return]
+
+
+def _import(module_name: str, attribute: str, argument: str, name: str, accepted: str) -> Any:
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # a console script's path doesn't hold the folder it is started from
+    try:
+        found: Any = importlib.import_module(module_name)
+        for part in attribute.split("."):
+            found = getattr(found, part)
+    except ModuleNotFoundError as error:
+        if error.name and not (module_name + ".").startswith(error.name + "."):
+            raise UserError(
+                argument, name, f"{accepted}; its module needs {error.name!r}, which isn't installed"
+            ) from error
+        raise UserError(argument, name, f"{accepted}; there is no module {module_name!r}") from error
+    except AttributeError as error:
+        raise UserError(argument, name, f"{accepted}; {module_name!r} has no {attribute!r}") from error
+    except Exception as error:
+        raise UserError(
+            argument, name, f"{accepted}; importing {module_name!r} failed: {type(error).__name__}: {error}"
+        ) from error
+    return found

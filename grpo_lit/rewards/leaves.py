@@ -1,0 +1,180 @@
+"""Whether two single values are the same answer: words, numbers in a base, quantities with units, and plain numbers.
+
+The policies are these (units and percent: see `grpo_lit.rewards.units`):
+
+* words are compared without case and leading article; ``five`` is 5, ``5 million`` is 5000000;
+* a decimal is what it says: 0.3333 isn't 1/3 and 3.14159 isn't pi. Only one with ten significant digits or more, as
+  printed by a program, answers an exact gold that it rounds;
+* a base written as a subscript must agree, but may be left out: ``52`` answers gold ``52_8``.
+"""
+
+from __future__ import annotations
+
+import re
+from decimal import Decimal
+from fractions import Fraction
+from typing import Protocol
+
+from .algebra import MAX_CHARS, TooLarge, Value
+from .normalize import canonical
+from .units import PERCENT, split_unit, unit_named
+
+LONG_DECIMAL_DIGITS = 10
+_NUMBER = re.compile(r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)")
+_FRACTION = re.compile(r"[-+]?[0-9]{1,40}/[0-9]{1,40}")
+_BASED = re.compile(r"([0-9A-F]+) ?_ ?(?:\{ ?([0-9]{1,2}) ?\}|([0-9]))|([0-9A-F]+)")
+_WORDS = re.compile(r"[a-zA-Z][a-zA-Z' .-]*[a-zA-Z]")
+_TEXT = re.compile(r"\\text\{([^{}]*)\}")
+_SCALE = re.compile(
+    r"(-?\$? ?[0-9][0-9.]*) ?(?:\\text\{ ?)?(hundred|thousand|million|billion|trillion)(?: |\}|$)(.*)"
+)
+_SCALES = {"hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+_SMALL = "zero one two three four five six seven eight nine ten eleven twelve".split()
+_NUMBER_WORDS = {word: str(value) for value, word in enumerate(_SMALL)}
+
+
+class Oracle(Protocol):
+    """Decides about values, given as normalised text. None means that it can't tell."""
+
+    def equal(self, gold: str, answer: str) -> bool | None:
+        """Whether both are the same value."""
+
+    def ratio(self, gold: str, answer: str) -> int | None:
+        """Sign of the constant c in ``gold = c * answer``; 0 if there is no such constant."""
+
+
+def plain_number(text: str) -> Fraction | None:
+    """An integer, decimal or fraction of integers, read exactly; None for anything else."""
+    if len(text) > MAX_CHARS:
+        return None
+    if _NUMBER.fullmatch(text):
+        return Fraction(Decimal(text))
+    if _FRACTION.fullmatch(text) and int(text.partition("/")[2]):
+        return Fraction(text)
+    return None
+
+
+def rounds(decimal: str, exact: Value) -> bool:
+    """Whether a long decimal is ``exact`` to within one unit of its last digit."""
+    digits = decimal.lstrip("+-0.").replace(".", "")
+    if not _NUMBER.fullmatch(decimal) or "." not in decimal or len(digits) < LONG_DECIMAL_DIGITS:
+        return False
+    value = Fraction(Decimal(decimal))
+    if exact.rational is not None:
+        return abs(value - exact.rational) <= Fraction(1, 10 ** len(decimal.partition(".")[2]))
+    size = exact.approximate()
+    places = len(decimal.partition(".")[2])
+    return size is not None and abs(float(value) - size) <= max(10.0**-places, 1e-14 * abs(size))
+
+
+def same_leaf(gold: str, answer: str, oracle: Oracle) -> bool | None:
+    """Compares two single values; None if the oracle can't tell."""
+    if canonical(gold) == canonical(answer):
+        return True
+    if r"\infty" in gold or r"\infty" in answer:
+        return canonical(gold).lstrip("+") == canonical(answer).lstrip("+")
+    left, right = plain_number(gold), plain_number(answer)
+    if left is not None and left == right:
+        return True
+    for compare in (_same_words, _same_in_base):
+        verdict = compare(gold, answer)
+        if verdict is not None:
+            return verdict
+    return _same_quantity(_number_word(gold), _number_word(answer), oracle)
+
+
+def plain_words(text: str) -> str | None:
+    """An answer in words, lower-cased and without its article; None if it isn't one."""
+    words = " ".join(_TEXT.sub(r" \1 ", text).split()).strip("()\"'.")
+    if not _WORDS.fullmatch(words):
+        return None
+    return re.sub(r"^(?:the|a|an) ", "", words.lower()).strip()
+
+
+def _same_words(gold: str, answer: str) -> bool | None:
+    left, right = plain_words(gold), plain_words(answer)
+    if left is None or right is None:
+        return None
+    if left == right:
+        return True
+    if " " not in left + right and "text" not in gold + answer and sorted(left) == sorted(right):
+        return None  # perhaps products of variables: ab and ba
+    return _NUMBER_WORDS.get(left, left) == _NUMBER_WORDS.get(right, right)
+
+
+def _same_in_base(gold: str, answer: str) -> bool | None:
+    left, right = _BASED.fullmatch(gold), _BASED.fullmatch(answer)
+    if not left or not right or (left[4] and right[4]):
+        return None
+    digits = (left[1] or left[4]).lstrip("0") == (right[1] or right[4]).lstrip("0")
+    bases = {base for base in (left[2] or left[3], right[2] or right[3]) if base}
+    return digits and len(bases) == 1
+
+
+def _number_word(text: str) -> str:
+    words = plain_words(text)
+    if words is not None:
+        head, _, tail = words.partition(" ")
+        return f"{_NUMBER_WORDS[head]} {tail}".strip() if head in _NUMBER_WORDS else text
+    scale = _SCALE.fullmatch(text)
+    if scale and scale[1].lstrip("-$ ").count(".") <= 1:
+        sign = scale[1].rstrip("0123456789.")
+        amount = Decimal(scale[1][len(sign) :].rstrip(".") or 0) * _SCALES[scale[2]]
+        return f"{sign}{amount.normalize():f} {scale[3].strip(' }')}".strip()
+    return text
+
+
+def _same_quantity(gold: str, answer: str, oracle: Oracle) -> bool | None:
+    (left, left_unit), (right, right_unit) = split_unit(gold), split_unit(answer)
+    gold_unit = unit_named(left_unit) if left_unit else None
+    answer_unit = unit_named(right_unit) if right_unit else None
+    percent = ((PERCENT, 1),)
+    kinds = {unit.dimensions for unit in (gold_unit, answer_unit) if unit}
+    if len(kinds) == 2:
+        return False
+    if kinds == {percent} and not (left_unit and right_unit):
+        bare, marked = (right, left) if left_unit else (left, right)
+        return either(_same_value(bare, marked, oracle), lambda: _same_value(bare, f"({marked})/100", oracle))
+    if gold_unit and answer_unit and gold_unit.factor != answer_unit.factor:
+        scale = gold_unit.factor / answer_unit.factor
+        left = rf"({left})\cdot\frac{{{scale.numerator}}}{{{scale.denominator}}}"
+    return _same_value(left, right, oracle)
+
+
+def _same_value(gold: str, answer: str, oracle: Oracle) -> bool | None:
+    left, right = plain_number(gold), plain_number(answer)
+    if left is not None and right is not None and left == right:
+        return True
+    return oracle.equal(gold, answer)
+
+
+def either(first: bool | None, second: object) -> bool | None:
+    """``first or second()`` with three values; the second is only asked if it matters."""
+    if first:
+        return True
+    other = second()  # type: ignore[operator]
+    return True if other else None if first is None or other is None else False
+
+
+def check_size(text: str) -> None:
+    """Refuses towers and huge factorials inside what algebra can't read, before SymPy would evaluate them.
+
+    Raises:
+        TooLarge: naming what is too large.
+    """
+    if len(text) > MAX_CHARS:
+        raise TooLarge(f"an expression of {len(text)} characters")
+    if re.search(r"[0-9]{400}", text):
+        raise TooLarge("a number of hundreds of digits")
+    depth = deepest = 0
+    for character in text:
+        depth += (character in "([{") - (character in ")]}")
+        deepest = max(deepest, depth)
+    if deepest > 25:
+        raise TooLarge("deep nesting")
+    if re.search(r"(?:\^|\*\*)[ {(]*-?[0-9]{5}|[0-9]{5} ?!|! ?\)* ?!|\)[ }]*!\)*\^", text):
+        raise TooLarge("a huge power or factorial")
+    if re.search(r"(?:\^|\*\*)[ {(]*[0-9.]+[ })]*(?:\^|\*\*|!)[ {(]*[0-9]", text):
+        raise TooLarge("a tower of powers")
+    if len(re.findall(r"\^|\*\*", text)) > 30 or text.count("!") > 12:
+        raise TooLarge("too many powers or factorials")

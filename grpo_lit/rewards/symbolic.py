@@ -1,0 +1,203 @@
+"""What exact algebra can't decide: SymPy on values, and Math-Verify on whole answers. Runs in the worker process only.
+
+Values are compared by evaluating both to 30 digits at fixed points instead of by `simplify`: two expressions that agree
+at several unrelated points are the same function for all practical purposes, two that differ at one are not (Schwartz
+1980, Zippel 1979, for polynomials), and it takes milliseconds. Positive points come first, so that sqrt(1/n) equals
+1/sqrt(n); negative ones count where both sides are real there, so that |x| isn't x.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import sympy
+from latex2sympy2_extended import NormalizationConfig, latex2sympy
+from latex2sympy2_extended.latex2sympy2 import ConversionConfig
+from math_verify import verify
+
+from .compare import ExactOracle, same_answer
+from .leaves import LONG_DECIMAL_DIGITS, check_size, plain_number
+
+DIGITS = 30
+_SAME = sympy.Float(10) ** -15
+_NORMALIZATION = NormalizationConfig(
+    basic_latex=True, units=False, malformed_operators=False, nits=False, boxed="none", equations=False
+)
+_CONVERSION = ConversionConfig(lowercase_symbols=False)
+_CONSTANTS = {"e": sympy.E, "i": sympy.I, "pi": sympy.pi}
+_WHOLE_ONLY = (
+    sympy.floor,
+    sympy.ceiling,
+    sympy.factorial,
+    sympy.binomial,
+    sympy.Mod,
+    sympy.Sum,
+    sympy.Product,
+)
+# Unrelated fractions; the last two points are negative. Of each row, variable number j takes entry j (cyclically).
+_POINTS = [
+    [sympy.Rational(a, b) for a, b in row]
+    for row in (
+        [(13, 11), (29, 17), (7, 3), (41, 37), (53, 23), (19, 16)],
+        [(31, 9), (5, 7), (17, 13), (3, 8), (23, 6), (47, 29)],
+        [(2, 19), (37, 12), (11, 5), (43, 31), (9, 4), (59, 27)],
+        [(-17, 14), (8, 13), (-27, 10), (33, 16), (-21, 4), (39, 11)],
+        [(-31, 22), (-25, 9), (-3, 7), (-61, 12), (-14, 17), (-2, 3)],
+    )
+]
+_WHOLE_POINTS = [
+    [sympy.Integer(n) for n in row]
+    for row in (
+        [9, 4, 6, 3, 7, 5],
+        [4, 9, 3, 7, 5, 8],
+        [12, 5, 7, 2, 10, 3],
+        [3, 7, 11, 4, 6, 2],
+        [8, 2, 5, 10, 3, 6],
+    )
+]
+
+
+class Unreadable(Exception):
+    """The library can't parse the text."""
+
+
+def parse(text: str) -> Any:
+    """SymPy's reading of normalised text.
+
+    Raises:
+        TooLarge: evaluating it could take for ever.
+        Unreadable: it isn't mathematics that the library knows.
+    """
+    check_size(text)
+    text = re.sub(
+        r"\\frac ?([0-9]) ?([0-9])", r"\\frac{\1}{\2}", text.replace("**", "^").replace("°", r"^{\circ}")
+    )
+    text = re.sub(r"\\frac ?(\{[^{}]*\}) ?([0-9a-z])", r"\\frac\1{\2}", text)
+    text = re.sub(r"(\^|\\sqrt) ?\(([^()]*)\)", r"\1{\2}", text)
+    text = re.sub(r"\\sqrt ?([0-9a-z])", r"\\sqrt{\1}", text)
+    try:
+        parsed = latex2sympy(text, normalization_config=_NORMALIZATION, conversion_config=_CONVERSION)
+    except Exception as error:  # the parser raises bare Exception
+        raise Unreadable(text) from error
+    if isinstance(parsed, sympy.Basic):
+        constants = {
+            s: _CONSTANTS[s.name] for s in parsed.free_symbols if getattr(s, "name", "") in _CONSTANTS
+        }
+        return parsed.xreplace(constants)
+    return parsed
+
+
+class SymbolicOracle:
+    """Exact algebra first, then numbers at fixed points."""
+
+    def __init__(self) -> None:
+        self.exact = ExactOracle()
+        self.unread: set[str] = set()
+
+    def equal(self, gold: str, answer: str) -> bool | None:
+        """Whether both are the same value."""
+        verdict = self.exact.equal(gold, answer)
+        if verdict is not None:
+            return verdict
+        pair = self._expressions(gold, answer)
+        if pair is None:
+            return None
+        values = _values(*pair)
+        if values is None:
+            return None
+        tolerance = max(_tolerance(gold), _tolerance(answer))
+        return all(abs(a - b) <= max(_SAME * max(abs(a), abs(b)), tolerance) for a, b in values)
+
+    def ratio(self, gold: str, answer: str) -> int | None:
+        """Sign of the constant c in ``gold = c * answer``; 0 if there is no such constant."""
+        verdict = self.exact.ratio(gold, answer)
+        if verdict is not None:
+            return verdict
+        pair = self._expressions(gold, answer)
+        values = _values(*pair) if pair else None
+        if values is None or any(abs(b) < _SAME for _, b in values):
+            return None
+        ratios = [a / b for a, b in values]
+        constant = all(abs(r - ratios[0]) <= 1000 * _SAME * abs(ratios[0]) for r in ratios)
+        if not constant or not ratios[0].is_real or abs(ratios[0]) < _SAME:
+            return 0
+        return 1 if ratios[0] > 0 else -1
+
+    def _expressions(self, gold: str, answer: str) -> tuple[sympy.Expr, sympy.Expr] | None:
+        found = []
+        for text in (gold, answer):
+            try:
+                found.append(parse(text))
+            except Unreadable:
+                self.unread.add(text)
+        if len(found) == 2 and all(isinstance(expression, sympy.Expr) for expression in found):
+            return found[0], found[1]
+        return None
+
+
+def _tolerance(text: str) -> Any:
+    """One unit of the last digit of a long decimal; nothing for all else."""
+    number = text if plain_number(text) is not None else ""
+    digits = number.lstrip("+-0.").replace(".", "")
+    places = len(number.partition(".")[2])
+    return sympy.Float(10) ** -places if places and len(digits) >= LONG_DECIMAL_DIGITS else sympy.Float(0)
+
+
+def _values(gold: sympy.Expr, answer: sympy.Expr) -> list[tuple[Any, Any]] | None:
+    """Both expressions at the points where both are numbers; None if there are too few to tell."""
+    symbols = sorted(gold.free_symbols | answer.free_symbols, key=str)
+    if not symbols:
+        pair = (_number(gold), _number(answer))
+        return None if None in pair else [pair]
+    whole = gold.has(*_WHOLE_ONLY) or answer.has(*_WHOLE_ONLY) or _has_signs(gold) or _has_signs(answer)
+    found = []
+    for row in _WHOLE_POINTS if whole else _POINTS:
+        point = {symbol: row[j % len(row)] + j // len(row) for j, symbol in enumerate(symbols)}
+        left, right = _number(gold.xreplace(point)), _number(answer.xreplace(point))
+        if left is None or right is None:
+            continue
+        if min(row) < 0 and not (left.is_real and right.is_real):
+            continue
+        found.append((left, right))
+    return found if len(found) >= 2 else None
+
+
+def _has_signs(expression: sympy.Expr) -> bool:
+    """(-1)^n and the like, which only whole numbers evaluate as meant."""
+    return any(p.base.is_negative and p.exp.free_symbols for p in expression.atoms(sympy.Pow))
+
+
+def _number(expression: sympy.Expr) -> Any:
+    try:
+        value = sympy.N(expression, DIGITS, chop=True, maxn=200)
+    except (ArithmeticError, ValueError, TypeError, AttributeError, NotImplementedError):
+        return None
+    finite = value.is_number and value.is_finite and not value.has(sympy.nan, sympy.zoo, sympy.Function)
+    return (
+        value if finite and all(part.is_Float or part.is_Integer for part in value.as_real_imag()) else None
+    )
+
+
+def judge(gold: str, answer: str) -> tuple[bool | None, str]:
+    """Verdict on two normalised answers: True, False, or None for an answer that can't be read; and why.
+
+    Raises:
+        TooLarge: evaluating one of them could take for ever.
+    """
+    oracle = SymbolicOracle()
+    verdict = same_answer(gold, answer, oracle)
+    if verdict is not None:
+        return verdict, "the values agree" if verdict else "the values differ"
+    try:
+        ours = parse(gold)
+    except Unreadable:
+        return None, "the gold answer can't be read as mathematics, and the texts differ"
+    try:
+        theirs = parse(answer)
+    except Unreadable:
+        return None, "the answer can't be read as mathematics"
+    if any(expression is sympy.S.true or expression is sympy.S.false for expression in (ours, theirs)):
+        return False, "an equation that always or never holds"
+    equal = bool(verify([ours], [theirs], strict=True, timeout_seconds=None))
+    return equal, f"Math-Verify: {'equal' if equal else 'different'}"
