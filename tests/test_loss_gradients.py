@@ -302,7 +302,7 @@ def test_advantages_per_token() -> None:
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_through_logits_with_an_entropy_bonus(temperature: float) -> None:
-    """dLoss/dlogit = (g (1[v chosen] - p_v) + c w p_v (ln p_v + H)) / tau, and finite differences of it all."""
+    """dLoss/dlogit = (g (1[v chosen] - p_v) + c w p_v (ln p_v + H)) / tau, and finite differences of all."""
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(2, 3, 6, generator=generator, dtype=torch.float64, requires_grad=True)
     chosen = torch.tensor([[0, 5, 2], [1, 1, 4]])
