@@ -163,14 +163,9 @@ class GRPOModule(LightningModule):
 
     def setup(self, stage: str) -> None:
         """Check what only the trainer knows; Lightning calls this before `configure_model`."""
+        del stage
         if self.trainer.precision != "32-true":
             raise UserError("trainer.precision", self.trainer.precision, "32-true: model.policy.dtype sets the format")
-        if stage == "fit" and self.trainer.accumulate_grad_batches != 1:
-            raise UserError(
-                "trainer.accumulate_grad_batches",
-                self.trainer.accumulate_grad_batches,
-                "1: model.micro_batch_size splits a step without changing it",
-            )
 
     def configure_model(self) -> None:
         """Load the model onto this rank's device."""

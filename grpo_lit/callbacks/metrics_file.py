@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,8 @@ class MetricsFile(Callback):
 
     def _write(self, trainer: Trainer) -> None:
         record, self._pending = self._pending, None
+        if record is not None:  # JSON has no NaN; the count of skipped steps says why a value is missing
+            record = {name: value if math.isfinite(value) else None for name, value in record.items()}
         if record is None or not trainer.is_global_zero or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         step = record["step"]
@@ -77,7 +80,8 @@ class MetricsFile(Callback):
         elif without_timings(earlier) != without_timings(json.loads(json.dumps(record))):
             append_line(self.path(trainer).with_name("metrics.repeated.jsonl"), record)
         for logger in trainer.loggers:
-            logger.log_metrics({name: float(value) for name, value in record.items() if name != "step"}, step=step)
+            known = {name: float(value) for name, value in record.items() if name != "step" and value is not None}
+            logger.log_metrics(known, step=step)
             logger.save()
 
 

@@ -77,7 +77,9 @@ def _with_suggestion(parser: LightningArgumentParser, message: str) -> str:
     # Sections that jsonargparse parses as a whole, so that their keys are no arguments of the parser.
     for section, described in (("data", MathDataModule), ("model.lora", LoRAConfig)):
         accepted |= {f"{section}.{name}" for name in inspect.signature(described).parameters}
-    names = {name.rpartition(".")[2] if match.group("c") else name: name for name in sorted(accepted)}
+    names: dict[str, str] = {}
+    for name in sorted(accepted, key=lambda name: "." not in name):
+        names.setdefault(name.rpartition(".")[2] if match.group("c") else name, name)
     close = difflib.get_close_matches(unknown, list(names), n=1, cutoff=0.5)
     hint = f"did you mean {names[close[0]]}?" if close else "--help lists what is accepted"
     return f"unknown argument {unknown} ({message.rstrip('.')}); {hint}"

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import logging
+import re
 import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
 import torch
+from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from grpo_lit.callbacks.metrics_file import read_metrics
 from grpo_lit.checkpoint import KEY, check_compatible, read_checkpoint
-from grpo_lit.cli.parser import GRPOCLI
+from grpo_lit.cli.parser import GRPOCLI, ParseError
 from grpo_lit.cli.run_folder import locked, resolve_ckpt_path, set_earlier_run_aside, write_config
 from grpo_lit.errors import SystemFault, UserError
 from grpo_lit.model_source import load_model_config, resolve_model_source
@@ -66,8 +68,28 @@ def build(command: str, arguments: Sequence[str]) -> GRPOCLI:
         if "accelerator" in message.lower() or "CUDA" in message or "gpu" in message.lower():
             raise SystemFault(f"trainer.accelerator: no such device on this machine ({message}); use cpu") from error
         raise UserError("trainer", message, "settings that fit together") from error
+    except ValueError as error:
+        # jsonargparse tries every member of a union and reports all failures in one long text
+        ours = re.search(r"^\s*- (.+: accepted is .+)$", str(error), re.MULTILINE)
+        if isinstance(error, UserError) or ours is None:
+            raise
+        raise ParseError(ours.group(1)) from error
+    check_trainer(cli.trainer)
     check_model(cli.model)
     return cli
+
+
+def check_trainer(trainer: Trainer) -> None:
+    """Refuse trainer settings that this module replaces by its own.
+
+    Raises:
+        UserError: a precision other than full, or Lightning's gradient accumulation.
+    """
+    if trainer.precision != "32-true":
+        raise UserError("trainer.precision", trainer.precision, "32-true: model.policy.dtype sets the format")
+    if trainer.accumulate_grad_batches != 1:
+        accepted = "1: model.micro_batch_size splits a step without changing it"
+        raise UserError("trainer.accumulate_grad_batches", trainer.accumulate_grad_batches, accepted)
 
 
 def check_model(module: GRPOModule) -> None:

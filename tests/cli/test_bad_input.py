@@ -1,0 +1,237 @@
+"""Every mistake ends in one line that names the argument, the value and what is accepted; nothing is loaded."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from grpo_lit.cli import main
+
+Fit = Callable[..., Sequence[str]]
+
+
+@pytest.fixture(autouse=True)
+def _in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def forbid_loading(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No weight may be read before the mistake is reported."""
+
+    def load(*args: object, **kwargs: object) -> None:
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr("grpo_lit.module.load_policy", load)
+
+
+def one_line(capsys: pytest.CaptureFixture[str], arguments: Sequence[str]) -> tuple[int, str]:
+    code = main(list(arguments))
+    error = capsys.readouterr().err.strip()
+    assert len(error.splitlines()) == 1, error
+    assert error.startswith("grpo-lit: error: ")
+    assert "Traceback" not in error
+    return code, error
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        (["--model.los.beta=1"], ["model.los.beta", "did you mean model.loss.beta"]),
+        (["--data.prompts=3"], ["prompts", "did you mean data."]),
+        (["--model.lora.rnk=3"], ["rnk", "did you mean model.lora.rank"]),
+        (["--model.loss.beta=x"], ["model.loss.beta", "got x", "float"]),
+        (["--model.loss.beta=-1"], ["model.loss.beta=-1", ">= 0"]),
+        (["--model.loss.objective=clipp"], ["model.loss.objective", "clipp", "cispo"]),
+        (["--model.loss.delta=1.1"], ["model.loss.delta=1.1", "1 + epsilon_high"]),
+        (["--data.path=missing.jsonl"], ["data.path='missing.jsonl'", "existing"]),
+        (["--data.val_path=missing.jsonl"], ["missing.jsonl", "existing"]),
+        (["--data.dataset=gsm9k"], ["data.dataset='gsm9k'", "gsm8k"]),
+        (["--data.prompts_per_step=0"], ["data.prompts_per_step=0", "at least 1"]),
+        (["--data.prompt_template=no placeholder"], ["data.prompt_template", "{question}"]),
+        (["--data.val_prompts=1000"], ["data.val_prompts=1000", "fewer"]),
+        (["--data.max_prompt_length=1"], ["data.max_prompt_length=1"]),
+        (["--data.chat_template=true"], ["data.chat_template=True", "no chat template"]),
+        (["--model.policy.path=./not_there"], ["model.policy.path='./not_there'", "a folder with config.json"]),
+        (["--model.policy.path=."], ["model.policy.path='.'", "a folder with config.json"]),
+        (["--model.policy.path=package:no_such_package"], ["package:no_such_package", "installed package"]),
+        (["--model.rollout.group_size=1"], ["model.rollout.group_size=1", "at least 2"]),
+        (["--model.rollout.sampling.top_p=0.9"], ["model.rollout.sampling.top_p=0.9", "1.0"]),
+        (["--model.micro_batch_size=0"], ["model.micro_batch_size=0", "at least 1"]),
+        (["--model.rewards=[nothing]"], ["nothing", "math_accuracy"]),
+        (["--model.lora.targets=[nothing]"], ["model.lora.targets='nothing'", "q_proj"]),
+        (["--model.lora=null", "--model.policy.quantization=nf4"], ["model.lora=None", "4-bit"]),
+        (["--trainer.precision=bf16-mixed"], ["trainer.precision", "model.policy.dtype"]),
+        (["--trainer.accumulate_grad_batches=2"], ["trainer.accumulate_grad_batches=2", "model.micro_batch_size"]),
+        (["--checkpoint.every_n_rollout_steps=0"], ["checkpoint.every_n_rollout_steps=0"]),
+        (["--ckpt_path=last"], ["ckpt_path='last'", "existing checkpoint"]),
+        (["--ckpt_path=nowhere.ckpt"], ["ckpt_path='nowhere.ckpt'", "existing checkpoint"]),
+        (["--config=quickstrat"], ["--config='quickstrat'", "quickstart"]),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else None,
+)
+def test_mistake_is_one_line_with_exit_code_2(
+    extra: list[str],
+    words: list[str],
+    tiny_llama: Path,
+    tmp_path: Path,
+    fit_arguments: Fit,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if "targets" not in extra[0]:  # only the model's own layers tell which targets there are
+        forbid_loading(monkeypatch)
+    code, error = one_line(capsys, fit_arguments(tiny_llama, tmp_path / "run", *extra))
+    assert code == 2, error
+    for word in words:
+        assert word in error
+
+
+def write_rows(path: Path, rows: list[object]) -> Path:
+    path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ([], ["at least one row"]),
+        ([{"question": "1+1?", "answer": "two, no mark"}], ["row 1", "answer"]),
+        ([{"question": "1+1?", "answer": "#### 2"}, {"question": "2+2?"}], ["row 2", "answer"]),
+        ([{"answer": "#### 2"}], ["row 1", "question"]),
+        (["{not json"], ["line 1", "JSON"]),
+        (["[1, 2]"], ["line 1", "JSON object"]),
+    ],
+)
+def test_bad_rows_name_file_and_row(
+    rows: list[object],
+    words: list[str],
+    tiny_llama: Path,
+    tmp_path: Path,
+    fit_arguments: Fit,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    forbid_loading(monkeypatch)
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    arguments = fit_arguments(tiny_llama, tmp_path / "run", "--data.dataset=gsm8k", f"--data.path={path}")
+    code, error = one_line(capsys, arguments)
+    assert code == 2
+    assert "rows.jsonl" in error
+    for word in words:
+        assert word in error
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="only a machine without CUDA can lack it")
+@pytest.mark.parametrize("accelerator", ["gpu", "cuda"])
+def test_cuda_config_without_cuda_is_the_system_s_fault(
+    accelerator: str, tiny_llama: Path, tmp_path: Path, fit_arguments: Fit, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = fit_arguments(tiny_llama, tmp_path / "run", f"--trainer.accelerator={accelerator}")
+    code, error = one_line(capsys, arguments)
+    assert code == 1
+    assert "trainer.accelerator" in error
+    assert "cpu" in error
+
+
+def edit_tokenizer(source: Path, target: Path, **changes: object) -> Path:
+    shutil.copytree(source, target)
+    config = json.loads((target / "tokenizer_config.json").read_text()) | changes
+    (target / "tokenizer_config.json").write_text(json.dumps(config))
+    return target
+
+
+def test_tokenizer_without_eos_is_refused_and_one_without_pad_pads_with_eos(
+    tiny_llama: Path,
+    tmp_path: Path,
+    fit_arguments: Fit,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from grpo_lit.model_source import resolve_model_source
+    from grpo_lit.prompts import load_tokenizer
+
+    no_pad = edit_tokenizer(tiny_llama, tmp_path / "no_pad", pad_token=None)
+    tokenizer = load_tokenizer(resolve_model_source(str(no_pad)))
+    assert tokenizer.pad_token_id == tokenizer.eos_token_id
+    forbid_loading(monkeypatch)
+    no_eos = edit_tokenizer(tiny_llama, tmp_path / "no_eos", eos_token=None)
+    code, error = one_line(capsys, fit_arguments(no_eos, tmp_path / "run"))
+    assert code == 2
+    assert "EOS" in error
+    assert "no_eos" in error
+
+
+def test_damaged_checkpoint_is_refused(
+    tiny_llama: Path, tmp_path: Path, fit_arguments: Fit, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, content in (("torn.ckpt", b"PK\x03\x04 half a file"), ("text.ckpt", b"hello")):
+        (tmp_path / name).write_bytes(content)
+        code, error = one_line(capsys, fit_arguments(tiny_llama, tmp_path / "run", f"--ckpt_path={name}"))
+        assert code == 2
+        assert name in error
+
+
+def test_pickled_code_in_a_checkpoint_does_not_run(
+    tiny_llama: Path, tmp_path: Path, fit_arguments: Fit, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Evil:
+        def __reduce__(self) -> tuple[object, ...]:
+            return (Path.touch, (tmp_path / "ran",))
+
+    torch.save({"state_dict": Evil()}, tmp_path / "evil.ckpt")
+    code, _ = one_line(capsys, fit_arguments(tiny_llama, tmp_path / "run", "--ckpt_path=evil.ckpt"))
+    assert code == 2
+    assert not (tmp_path / "ran").exists()
+
+
+def test_unwritable_folder_is_the_system_s_fault(
+    tiny_llama: Path, tmp_path: Path, fit_arguments: Fit, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    code, error = one_line(capsys, fit_arguments(tiny_llama, tmp_path / "file" / "run"))
+    assert code == 1
+    assert "trainer.default_root_dir" in error
+
+
+def test_two_runs_into_one_folder_are_refused(
+    tiny_llama: Path, tmp_path: Path, fit_arguments: Fit, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from grpo_lit.cli.run_folder import locked
+
+    with locked(tmp_path / "run"):
+        code, error = one_line(capsys, fit_arguments(tiny_llama, tmp_path / "run"))
+    assert code == 2
+    assert "no other run" in error
+
+
+def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
+    code, error = one_line(capsys, ["fti"])
+    assert code == 2
+    assert "fit" in error
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /dev/full, a device that is always full")
+def test_full_disk_keeps_the_last_good_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The write goes to a real full device: what the operating system says reaches the user."""
+    from grpo_lit.checkpoint import AtomicCheckpointIO, read_checkpoint
+    from grpo_lit.errors import SystemFault
+
+    writer, target = AtomicCheckpointIO(), tmp_path / "last.ckpt"
+    writer.save_checkpoint({"step": 1}, target)
+    original = Path.open
+
+    def open_full(self: Path, mode: str = "r", *args: object, **kwargs: object) -> object:
+        return original(Path("/dev/full") if self.suffix == ".tmp" else self, mode, *args, **kwargs)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(Path, "open", open_full)
+    with pytest.raises(SystemFault, match="No space left on device.*keeps the last good checkpoint"):
+        writer.save_checkpoint({"step": 2, "tensor": torch.zeros(100_000)}, target)
+    monkeypatch.undo()
+    assert read_checkpoint(target) == {"step": 1}
+    assert [path.name for path in tmp_path.iterdir()] == ["last.ckpt"]

@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from grpo_lit.model_source import resolve_model_source
+from grpo_lit.prompts import PromptEncoder, load_tokenizer, prefilled_tail
+
+TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m['content'] }}{% endfor %}="
+
+
+@pytest.fixture
+def encoder(tiny_llama: Path) -> PromptEncoder:
+    return PromptEncoder(load_tokenizer(resolve_model_source(str(tiny_llama))))
+
+
+def test_exactly_one_bos_for_raw_and_templated_prompts(encoder: PromptEncoder) -> None:
+    """The template writes a BOS and the tokenizer adds one: DeepSeek-R1-Distill's case."""
+    bos = encoder.tokenizer.bos_token_id
+    raw = encoder.encode("1+1=")
+    encoder.tokenizer.chat_template = TEMPLATE
+    text = encoder.render_chat([{"role": "user", "content": "1+1"}])
+    assert text.startswith("<bos>")
+    assert encoder.encode(text) == raw
+    assert raw.count(bos) == 1
+    assert raw[0] == bos
+
+
+def test_tokenizer_that_adds_no_bos_gets_none(smollm2: str) -> None:
+    encoder = PromptEncoder(load_tokenizer(resolve_model_source(smollm2)))
+    assert encoder.tokenizer.bos_token_id not in encoder.encode("What is 1+1?")
+    chat = encoder.encode(encoder.render_chat([{"role": "user", "content": "What is 1+1?"}]))
+    assert chat[0] == encoder.tokenizer.bos_token_id
+    assert chat[1] != encoder.tokenizer.bos_token_id
+
+
+def test_eos_that_a_tokenizer_appends_is_taken_off(encoder: PromptEncoder) -> None:
+    from tokenizers import processors
+
+    plain = encoder.encode("1+1=")
+    encoder.tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<bos> $A <eos>", special_tokens=[("<bos>", 1), ("<eos>", 2)]
+    )
+    assert encoder.encode("1+1=") == plain
+
+
+@pytest.mark.parametrize(
+    ("prompt", "tail"),
+    [("x<think>\n", "<think>\n"), ("x<think>", "<think>"), ("<think>a</think>", ""), ("2+2=", ""), ("<think> x", "")],
+)
+def test_prefilled_tail(prompt: str, tail: str) -> None:
+    assert prefilled_tail(prompt) == tail
+
+
+def test_decode_leaves_special_tokens_out(encoder: PromptEncoder) -> None:
+    ids = encoder.encode("12+3")
+    assert encoder.decode([*ids, encoder.tokenizer.eos_token_id]) == "12+3"
