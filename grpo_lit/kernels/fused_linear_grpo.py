@@ -29,7 +29,7 @@ from grpo_lit.kernels.head import (
     head_options,
     project,
 )
-from grpo_lit.kernels.logit_rows import RowOptions
+from grpo_lit.kernels.logit_rows import RowOptions, RowResults
 from grpo_lit.kernels.token_terms import (
     LossScalars,
     TokenInputs,
@@ -151,10 +151,10 @@ def _op(
     wanted: list[bool],
 ) -> tuple[Tensor, ...]:
     """(loss, logprobs, entropy) per row, then d hidden, d weight, d bias; what isn't wanted is empty."""
-    options = RowOptions(temperature, softcap, len(weight), want_entropy, impl)
+    options = RowOptions(temperature, softcap, len(weight), impl)
+    out = RowResults.empty(ids, weight.dtype, loss=True, entropy=want_entropy)
     unpacked = TokenScalars.unpack(scalars)
     inputs = (ids, old, advantages, weights, ref)
-    stats = torch.zeros(3, len(hidden), dtype=compute_dtype(weight.dtype), device=hidden.device)
     total = HeadGradients.start(hidden, weight, wanted)
     with torch.autocast(hidden.device.type, enabled=False):
         for start in range(0, len(hidden), chunk_rows):
@@ -163,16 +163,12 @@ def _op(
             logits = project(hidden[part], weight, bias, narrow)
             dlogits = gradient_buffer(logits, weight, impl) if any(wanted) else None
             grad = None if dlogits is None else dlogits[None]
-            result = logit_rows.loss_rows(logits[None], chunk, unpacked, options, grad)
+            logit_rows.loss_rows(logits[None], chunk, unpacked, options, out.part(part), grad)
             del logits  # before the next chunk's are made
-            for row, values in zip(stats, result, strict=True):
-                if values.numel():
-                    row[part] = values
             if dlogits is not None:
                 total.add(part, dlogits, hidden[part], weight)
             del dlogits, grad
-    loss, logprobs, entropy = (row.clone() for row in stats)
-    return loss, logprobs, entropy if want_entropy else entropy[:0].clone(), *total.finish(weight, bias)
+    return *out, *total.finish(weight, bias)
 
 
 @_op.register_fake

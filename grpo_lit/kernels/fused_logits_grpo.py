@@ -16,7 +16,7 @@ from torch import Tensor
 from grpo_lit.errors import UserError
 from grpo_lit.kernels import logit_rows
 from grpo_lit.kernels.dispatch import resolve_impl
-from grpo_lit.kernels.logit_rows import RowOptions
+from grpo_lit.kernels.logit_rows import RowOptions, RowResults
 from grpo_lit.kernels.token_terms import (
     LossScalars,
     TokenInputs,
@@ -100,12 +100,14 @@ def fused_logits_grpo(
         compute_dtype(logits.dtype),
     )
     chosen = resolve_impl("fused_logits_grpo", impl, logits.device)
-    options = RowOptions(float(temperature), 0.0, vocab, return_stats, chosen)
+    options = RowOptions(float(temperature), 0.0, vocab, chosen)
     if torch.is_grad_enabled() and logits.requires_grad:
-        loss, logprobs, entropy = _FusedLogitsGRPO.apply(grid, inputs, scalars, options, inplace)
+        loss, logprobs, entropy = _FusedLogitsGRPO.apply(
+            grid, inputs, scalars, options, return_stats, inplace
+        )
     else:
         rows, logprobs, entropy, _ = torch.ops.grpo_lit.fused_logits_grpo(
-            grid, *inputs, list(scalars), *options, False
+            grid, *inputs, list(scalars), *options, return_stats, False
         )
         loss = rows.sum()
     if not return_stats:
@@ -129,7 +131,7 @@ def _grid(logits: Tensor, inplace: bool) -> Tensor:
 
 _ARGUMENTS = (
     "Tensor ids, Tensor? old, Tensor advantages, Tensor weights, Tensor? ref, float[] scalars, float temperature, "
-    "float softcap, int vocab_size, bool want_entropy, str impl"
+    "float softcap, int vocab_size, str impl, bool want_entropy"
 )
 
 
@@ -149,16 +151,17 @@ def _op(
     temperature: float,
     softcap: float,
     vocab_size: int,
-    want_entropy: bool,
     impl: str,
+    want_entropy: bool,
     want_grad: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """(loss, logprob, entropy) per row and the logits' gradient; what isn't wanted is empty."""
     inputs = TokenInputs(ids, old, advantages, weights, ref)
-    options = RowOptions(temperature, softcap, vocab_size, want_entropy, impl)
+    options = RowOptions(temperature, softcap, vocab_size, impl)
+    out = RowResults.empty(ids, logits.dtype, loss=True, entropy=want_entropy)
     grad = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device) if want_grad else None
-    result = logit_rows.loss_rows(logits, inputs, TokenScalars.unpack(scalars), options, grad)
-    return (*result, logits.new_empty(0) if grad is None else grad)
+    logit_rows.loss_rows(logits, inputs, TokenScalars.unpack(scalars), options, out, grad)
+    return *out, logits.new_empty(0) if grad is None else grad
 
 
 @torch.library.custom_op(
@@ -177,13 +180,15 @@ def _op_inplace(
     temperature: float,
     softcap: float,
     vocab_size: int,
-    want_entropy: bool,
     impl: str,
-) -> tuple[Tensor, Tensor, Tensor]:
+    want_entropy: bool,
+) -> tuple[Tensor, ...]:
     """As above, the gradient written over the logits."""
     inputs = TokenInputs(ids, old, advantages, weights, ref)
-    options = RowOptions(temperature, softcap, vocab_size, want_entropy, impl)
-    return tuple(logit_rows.loss_rows(logits, inputs, TokenScalars.unpack(scalars), options, logits))  # type: ignore[return-value]
+    options = RowOptions(temperature, softcap, vocab_size, impl)
+    out = RowResults.empty(ids, logits.dtype, loss=True, entropy=want_entropy)
+    logit_rows.loss_rows(logits, inputs, TokenScalars.unpack(scalars), options, out, logits)
+    return tuple(out)
 
 
 def _fake_rows(logits: Tensor, ids: Tensor, want_entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -192,15 +197,13 @@ def _fake_rows(logits: Tensor, ids: Tensor, want_entropy: bool) -> tuple[Tensor,
 
 
 @_op.register_fake
-def _(
-    logits, ids, old, adv, w, ref, scalars, temperature, softcap, vocab_size, want_entropy, impl, want_grad
-):  # type: ignore[no-untyped-def]
+def _(logits, ids, old, adv, w, ref, scalars, tau, cap, vocab, impl, want_entropy, want_grad):  # type: ignore[no-untyped-def]
     grad = logits.new_empty(logits.shape) if want_grad else logits.new_empty(0)
     return (*_fake_rows(logits, ids, want_entropy), grad)
 
 
 @_op_inplace.register_fake
-def _(logits, ids, old, adv, w, ref, scalars, temperature, softcap, vocab_size, want_entropy, impl):  # type: ignore[no-untyped-def]
+def _(logits, ids, old, adv, w, ref, scalars, tau, cap, vocab, impl, want_entropy):  # type: ignore[no-untyped-def]
     return _fake_rows(logits, ids, want_entropy)
 
 
@@ -212,17 +215,15 @@ class _FusedLogitsGRPO(torch.autograd.Function):
         inputs: TokenInputs,
         scalars: TokenScalars,
         options: RowOptions,
+        want_entropy: bool,
         inplace: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        arguments = (logits, *inputs, list(scalars), *options, want_entropy)
         if inplace:
-            rows, logprobs, entropy = torch.ops.grpo_lit.fused_logits_grpo_(
-                logits, *inputs, list(scalars), *options
-            )
+            rows, logprobs, entropy = torch.ops.grpo_lit.fused_logits_grpo_(*arguments)
             grad = logits
         else:
-            rows, logprobs, entropy, grad = torch.ops.grpo_lit.fused_logits_grpo(
-                logits, *inputs, list(scalars), *options, True
-            )
+            rows, logprobs, entropy, grad = torch.ops.grpo_lit.fused_logits_grpo(*arguments, True)
         ctx.save_for_backward(grad)
         ctx.mark_non_differentiable(logprobs, entropy)
         return rows.sum(), logprobs, entropy
@@ -233,4 +234,4 @@ class _FusedLogitsGRPO(torch.autograd.Function):
         # Scaling in place marks the saved tensor as changed, so a second backward through it fails, loudly.
         grad = ctx.saved_tensors[0].detach()
         torch.ops.grpo_lit.scale_(grad, dloss)
-        return grad, None, None, None, None
+        return grad, *(None,) * 5

@@ -40,7 +40,7 @@ from grpo_lit.kernels.head import (
     head_options,
     project,
 )
-from grpo_lit.kernels.logit_rows import RowOptions
+from grpo_lit.kernels.logit_rows import RowOptions, RowResults
 from grpo_lit.kernels.token_terms import compute_dtype
 
 
@@ -139,11 +139,10 @@ def _op(
     jacobian: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(logprobs, entropy, J) of (rows, H) hidden states; J is empty unless asked for."""
-    options = RowOptions(temperature, softcap, len(weight), True, impl)
-    logprobs = torch.empty(len(hidden), dtype=compute_dtype(weight.dtype), device=hidden.device)
-    entropy = torch.empty_like(logprobs)
+    options = RowOptions(temperature, softcap, len(weight), impl)
+    out = RowResults.empty(ids, weight.dtype, loss=False, entropy=True)
     jac = torch.empty_like(hidden) if jacobian else hidden.new_empty(0)
-    ones = torch.ones_like(logprobs[:chunk_rows])
+    ones = torch.ones_like(out.logprobs[:chunk_rows])
     with torch.autocast(hidden.device.type, enabled=False):
         for start in range(0, len(hidden), chunk_rows):
             part = slice(start, start + chunk_rows)
@@ -151,14 +150,15 @@ def _op(
             if jacobian:
                 dlogits = gradient_buffer(logits, weight, impl)
                 g = ones[: len(logits)]
-                result = logit_rows.given_rows(logits[None], ids[part], g, None, options, dlogits[None])
+                logit_rows.given_rows(
+                    logits[None], ids[part], g, None, options, out.part(part), dlogits[None]
+                )
                 torch.mm(dlogits, weight, out=jac[part])
                 del dlogits
             else:
-                result = logit_rows.stat_rows(logits[None], ids[part], options)
-            logprobs[part], entropy[part] = result.logprobs, result.entropy
+                logit_rows.stat_rows(logits[None], ids[part], options, out.part(part))
             del logits  # before the next chunk's are made
-    return logprobs, entropy, jac
+    return out.logprobs, out.entropy, jac
 
 
 @_op.register_fake
@@ -188,7 +188,8 @@ def _backward_op(
     wanted: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(d hidden, d weight, d bias) by recomputing the logits; those not wanted are empty."""
-    options = RowOptions(temperature, softcap, len(weight), False, impl)
+    options = RowOptions(temperature, softcap, len(weight), impl)
+    out = RowResults.empty(ids, weight.dtype, loss=False, entropy=False)
     total = HeadGradients.start(hidden, weight, wanted)
     with torch.autocast(hidden.device.type, enabled=False):
         for start in range(0, len(hidden), chunk_rows):
@@ -196,7 +197,9 @@ def _backward_op(
             logits = project(hidden[part], weight, bias, narrow)
             dlogits = gradient_buffer(logits, weight, impl)
             e = None if dentropy is None else dentropy[part]
-            logit_rows.given_rows(logits[None], ids[part], dlogprobs[part], e, options, dlogits[None])
+            logit_rows.given_rows(
+                logits[None], ids[part], dlogprobs[part], e, options, out.part(part), dlogits[None]
+            )
             del logits
             total.add(part, dlogits, hidden[part], weight)
             del dlogits

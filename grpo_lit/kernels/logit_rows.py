@@ -24,108 +24,112 @@ _REFERENCE_ROWS = 256
 
 
 class RowOptions(NamedTuple):
-    """What stands between the logits and the softmax, and what to return.
+    """What stands between the logits and the softmax.
 
     Attributes:
         temperature: sampling temperature.
         softcap: bound of a tanh cap, 0 for none.
         vocab_size: columns that are tokens; the padded ones after them get a zero gradient.
-        want_entropy: return the entropy too (empty otherwise).
         impl: "triton" or "torch".
     """
 
     temperature: float
     softcap: float
     vocab_size: int
-    want_entropy: bool
     impl: str
 
 
 class RowResults(NamedTuple):
-    """Flat results of a call; ``loss`` is empty without loss inputs, ``entropy`` unless wanted or needed."""
+    """Where the results of rows go, (rows,) each; an empty tensor for what isn't wanted."""
 
     loss: Tensor
     logprobs: Tensor
     entropy: Tensor
 
+    @classmethod
+    def empty(cls, ids: Tensor, dtype: torch.dtype, *, loss: bool, entropy: bool) -> RowResults:
+        """Buffers for the rows of ``ids``, in the dtype that softmaxes of ``dtype`` run in."""
+        rows = torch.empty(ids.shape, dtype=compute_dtype(dtype), device=ids.device)
+        none = rows.new_empty(0)
+        return cls(
+            torch.empty_like(rows) if loss else none, rows, torch.empty_like(rows) if entropy else none
+        )
+
+    def part(self, where: slice) -> RowResults:
+        """The buffers of some of the rows."""
+        return RowResults(*(buffer[where] for buffer in self))
+
 
 def loss_rows(
-    logits: Tensor, inputs: TokenInputs, scalars: TokenScalars, options: RowOptions, grad: Tensor | None
-) -> RowResults:
-    """Per-row loss of (N, T, V) ``logits``, and its gradient into ``grad`` (which may be ``logits`` itself) if given."""
+    logits: Tensor,
+    inputs: TokenInputs,
+    scalars: TokenScalars,
+    options: RowOptions,
+    out: RowResults,
+    grad: Tensor | None,
+) -> None:
+    """Loss of each row of (N, T, V) ``logits``, and its gradient into ``grad`` (maybe ``logits``) if given."""
     ids, old, adv, weights, ref = inputs
-    return _run(logits, ids, grad, old, adv, weights, ref, None, None, scalars, options)
+    _run(logits, ids, grad, (old, adv, weights, ref, None, None), scalars, options, out)
 
 
 def given_rows(
-    logits: Tensor, ids: Tensor, dlogprobs: Tensor, dentropy: Tensor | None, options: RowOptions, grad: Tensor
-) -> RowResults:
-    """The logits' gradient for given g and e of each row, into ``grad`` (which may be ``logits`` itself)."""
-    return _run(logits, ids, grad, None, None, None, None, dlogprobs, dentropy, TokenScalars(), options)
+    logits: Tensor,
+    ids: Tensor,
+    dlogprobs: Tensor,
+    dentropy: Tensor | None,
+    options: RowOptions,
+    out: RowResults,
+    grad: Tensor,
+) -> None:
+    """The logits' gradient for given g and e of each row, into ``grad`` (maybe ``logits`` itself)."""
+    per_row = (None, None, None, None, dlogprobs, dentropy)
+    _run(logits, ids, grad, per_row, TokenScalars(), options, out)
 
 
-def stat_rows(logits: Tensor, ids: Tensor, options: RowOptions) -> RowResults:
+def stat_rows(logits: Tensor, ids: Tensor, options: RowOptions, out: RowResults) -> None:
     """Log-prob and entropy of each row of (N, T, V) ``logits``, no gradient."""
-    return _run(logits, ids, None, None, None, None, None, None, None, TokenScalars(), options)
+    _run(logits, ids, None, (None,) * 6, TokenScalars(), options, out)
 
 
 def _run(
     logits: Tensor,
     ids: Tensor,
     grad: Tensor | None,
-    old: Tensor | None,
-    advantages: Tensor | None,
-    weights: Tensor | None,
-    ref: Tensor | None,
-    dlogprobs: Tensor | None,
-    dentropy: Tensor | None,
+    per_row: tuple[Tensor | None, ...],
     scalars: TokenScalars,
     options: RowOptions,
-) -> RowResults:
+    out: RowResults,
+) -> None:
+    """``per_row``: old, advantages, weights, ref of a loss; or given dlogprobs, dentropy; (rows,) each."""
     if options.impl == "triton" and logits.dtype != torch.float64:
         from grpo_lit.kernels._triton.logit_rows import logit_rows
 
-        return RowResults(
-            *logit_rows(
-                logits,
-                ids,
-                grad=grad,
-                old=old,
-                advantages=advantages,
-                weights=weights,
-                ref=ref,
-                dlogprobs=dlogprobs,
-                dentropy=dentropy,
-                scalars=scalars,
-                temperature=options.temperature,
-                softcap=options.softcap,
-                vocab_size=options.vocab_size,
-                want_entropy=options.want_entropy,
-            )
+        names = ("old", "advantages", "weights", "ref", "dlogprobs", "dentropy")
+        logit_rows(
+            logits,
+            ids,
+            grad=grad,
+            scalars=scalars,
+            temperature=options.temperature,
+            softcap=options.softcap,
+            vocab_size=options.vocab_size,
+            **out._asdict(),
+            **dict(zip(names, per_row, strict=True)),
         )
-    per_row = (old, advantages, weights, ref, dlogprobs, dentropy)
+        return
     steps = logits.shape[1]
-    parts = []
     for start in range(0, len(ids), _REFERENCE_ROWS):
-        rows = torch.arange(start, min(start + _REFERENCE_ROWS, len(ids)), device=logits.device)
+        where = slice(start, start + _REFERENCE_ROWS)
+        rows = torch.arange(len(ids), device=logits.device)[where]
         place = (rows // steps, rows % steps)
-        result, dz = _reference(
-            logits[place],
-            ids[rows],
-            [None if t is None else t[rows] for t in per_row],
-            scalars,
-            options,
-            grad is not None,
-        )
-        parts.append(result)
+        values = [None if t is None else t[where] for t in per_row]
+        results, dz = _reference(logits[place], ids[where], values, scalars, options, grad is not None)
+        for buffer, result in zip(out.part(where), results, strict=True):
+            if buffer.numel():
+                buffer.copy_(result)
         if grad is not None and dz is not None:
             grad[place] = dz.to(grad.dtype)
-    empty = logits.new_empty(0, dtype=compute_dtype(logits.dtype))
-    return (
-        RowResults(*(torch.cat(column) for column in zip(*parts, strict=True)))
-        if parts
-        else RowResults(*[empty] * 3)
-    )
 
 
 def _reference(

@@ -7,15 +7,19 @@ program a row has to read it twice or hold it in shared memory.
 
 What a program publishes are 64-bit words: 32 bits of value and 32 bits that are 0 until the word is there. A
 waiting program reads the words themselves, so nothing has to be ordered by a fence, and a round trip to the
-second-level cache is all it costs. Nothing else passes between programs: the chosen logit travels in a word too,
-read by the program that holds it.
+second-level cache is all it costs. Nothing else passes between programs.
 
 Waiting is safe because blocks of a row are consecutive programs and programs start in the order of their index
 (what the single-pass scan of CUB rests on too): the unfinished row with the lowest index always has all its
 programs on the device, as long as a row has fewer blocks than the device runs at a time. Where that can't be
 promised (the interpreter, ROCm, a tiny device), the same kernel runs twice: publish, then finish.
 
-The softmax works on differences to the maximum, scaled by log2(e) / temperature for ``exp2``.
+Writing over the logits is safe because everything a program reads has arrived before it publishes, and no
+program of the row writes before all have published.
+
+In 16 bits arithmetic is the limit, not memory, so the inner loops count instructions: the maximum is taken on
+pairs, the exponent is one fused multiply-add (x scale - c, with c = maximum x scale rounded once and used
+everywhere, so its rounding cancels), and the chosen token's term is added to its one element afterwards.
 """
 
 from __future__ import annotations
@@ -90,32 +94,88 @@ def _halves(words, wanted, WAIT: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _merged(words, num_blocks, scale, PAD: tl.constexpr, ENTROPY: tl.constexpr, WAIT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """(maximum, normaliser, entropy sum, chosen logit) of a row from the words of its blocks."""
-    index = tl.arange(0, PAD)  # the blocks' words, then that of the chosen logit
-    peaks, sums = _halves(words + index, index <= num_blocks, WAIT)
-    x_chosen = tl.sum(tl.where(index == num_blocks, peaks, 0.0), 0)
+def _merged(words, num_blocks, PAD: tl.constexpr, ENTROPY: tl.constexpr, WAIT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(reference, normaliser, entropy sum) of a row from the words of its blocks."""
+    index = tl.arange(0, PAD)
     block = index < num_blocks
-    sums = tl.where(block, sums, 0.0)
-    peak = tl.max(tl.where(block, peaks, float("-inf")), 0)
-    gap = tl.where(block & (peaks != float("-inf")), (peaks - peak) * scale, 0.0)
-    share = tl.where(block & (peaks != float("-inf")), tl.exp2(gap), 0.0)
+    peaks, sums = _halves(words + index, block, WAIT)
+    peaks = tl.where(block, peaks, float("-inf"))
+    peak = tl.max(peaks, 0)
+    reference = tl.where(peak == float("-inf"), 0.0, peak)
+    gap = tl.maximum(peaks - reference, -1e4)  # finite, since it meets a 0 below
+    share = tl.exp2(gap)
     tilt = 0.0
     if ENTROPY:
-        tilts, _ = _halves(words + num_blocks + 1 + index, block, WAIT)
+        tilts, _ = _halves(words + num_blocks + index, block, WAIT)
         tilt = tl.sum((tilts + gap * sums) * share, 0)
-    return peak, tl.sum(sums * share, 0), tilt, x_chosen
+    return reference, tl.sum(sums * share, 0), tilt
 
 
 @triton.jit
-def _again(x, nothing, HIDE: tl.constexpr):  # type: ignore[no-untyped-def]
+def _again(x, nothing, PACKED: tl.constexpr):  # type: ignore[no-untyped-def]
     """x, as a value the compiler can't know to be x: it then keeps 16-bit x and not the float32 made of it."""
-    if HIDE:
+    if PACKED:
         zeros = tl.full(x.shape, 0, tl.int16) + nothing.to(tl.int16)
         x = tl.inline_asm_elementwise(
-            "xor.b32 $0, $1, $2;", "=r,r,r", [x, zeros], dtype=x.dtype, is_pure=True, pack=2
+            "xor.b32 $0, $1, $2;", "=r,r,r", [x, zeros], dtype=x.dtype, is_pure=False, pack=2
         )
     return x
+
+
+@triton.jit
+def _larger(a, b, PACKED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Elementwise maximum, of pairs where the elements have 16 bits."""
+    if PACKED:
+        if a.dtype == tl.bfloat16:
+            larger = tl.inline_asm_elementwise(
+                "max.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=a.dtype, is_pure=True, pack=2
+            )
+        else:
+            larger = tl.inline_asm_elementwise(
+                "max.f16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=a.dtype, is_pure=True, pack=2
+            )
+    else:
+        larger = tl.maximum(a.to(tl.float32), b.to(tl.float32))
+    return larger
+
+
+@triton.jit
+def _activate(raw, softcap, SOFTCAP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(x, dx/dz up to the temperature) in float32; a raw -inf stays."""
+    x = raw.to(tl.float32)
+    slope = 1.0
+    if SOFTCAP:
+        squashed = tanh(x / softcap)
+        slope = 1.0 - squashed * squashed
+        x = tl.where(x == float("-inf"), x, softcap * squashed)
+    return x, slope
+
+
+@triton.jit
+def _read(source, column, shift, vocab, begin, TILE: tl.constexpr, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A tile of logits as stored, -inf outside the row."""
+    if EVEN:
+        raw = tl.load(source + column, mask=column < vocab, other=float("-inf"))
+    else:
+        # A mask with its edge inside a vector makes loads narrow, so only the tiles at the ends have one.
+        if (begin >= shift) & (begin + TILE <= vocab):  # noqa: SIM108
+            raw = tl.load(source + column)
+        else:
+            raw = tl.load(source + column, mask=(column >= shift) & (column < vocab), other=float("-inf"))
+    return raw
+
+
+@triton.jit
+def _write(target, values, column, shift, width, begin, TILE: tl.constexpr, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Stores a tile of the gradient, the padded columns of the row included, nothing outside the row."""
+    values = values.to(target.dtype.element_ty)
+    if EVEN:
+        tl.store(target + column, values, mask=column < width)
+    else:
+        if (begin >= shift) & (begin + TILE <= width):
+            tl.store(target + column, values)
+        else:
+            tl.store(target + column, values, mask=(column >= shift) & (column < width))
 
 
 @triton.jit
@@ -141,7 +201,6 @@ def _logit_rows_kernel(  # type: ignore[no-untyped-def]
     width,
     stride_n,
     stride_t,
-    end,
     grad_stride_n,
     grad_stride_t,
     inv_temperature,
@@ -162,11 +221,13 @@ def _logit_rows_kernel(  # type: ignore[no-untyped-def]
     HAS_OLD: tl.constexpr,
     HAS_REF: tl.constexpr,
     ENTROPY: tl.constexpr,
+    WRITE_ENTROPY: tl.constexpr,
     ENTROPY_BONUS: tl.constexpr,
     SOFTCAP: tl.constexpr,
     CISPO: tl.constexpr,
     WRITE: tl.constexpr,
     SINGLE: tl.constexpr,
+    FLAT: tl.constexpr,
     ALIGNED: tl.constexpr,
     SAME_LAYOUT: tl.constexpr,
     EVEN: tl.constexpr,
@@ -177,23 +238,26 @@ def _logit_rows_kernel(  # type: ignore[no-untyped-def]
     row = pid // num_blocks
     block = pid % num_blocks
     begin = block * (TILE * TILES)
-    first = (row // steps).to(tl.int64) * stride_n + (row % steps).to(tl.int64) * stride_t
+    if FLAT:
+        first = row.to(tl.int64) * stride_t
+        out_first = row.to(tl.int64) * grad_stride_t
+    else:
+        n = (row // steps).to(tl.int64)
+        t = (row % steps).to(tl.int64)
+        first = n * stride_n + t * stride_t
+        out_first = n * grad_stride_n + t * grad_stride_t
     lane = tl.arange(0, TILE)
-    # Rows that start off a 16-byte boundary are read from the boundary below, so that loads stay 16 bytes wide.
+    # Rows that start off a 16-byte boundary are cut from the boundary below, so that loads stay 16 bytes wide.
     shift = 0
     if not ALIGNED:
         shift = (first % VEC).to(tl.int32)
         first = tl.multiple_of(first - shift, VEC)
     source = logits + first + begin
-    left = 0
-    if not EVEN:
-        left = tl.minimum(end - first - begin, TILE * TILES).to(tl.int32)
     if SAME_LAYOUT:
         target = grad + first + begin
     else:
-        out_first = (row // steps).to(tl.int64) * grad_stride_n + (row % steps).to(tl.int64) * grad_stride_t
         target = grad + (out_first + begin - shift)
-    # from here on columns count from the first lane of this program
+    # from here on, columns count from the first lane of this program
     vocab = vocab + shift - begin
     width = width + shift - begin
     shift -= begin
@@ -215,29 +279,27 @@ def _logit_rows_kernel(  # type: ignore[no-untyped-def]
 
     if live:
         scale = inv_temperature * 1.4426950408889634
-        owner = (chosen >= 0) & (chosen < TILE * TILES)
-        # Before the first barrier: in place, this element is overwritten soon after the last one.
-        x_chosen = tl.load(source + chosen, mask=owner, other=0.0).to(tl.float32)
-        if SOFTCAP:
-            x_chosen = softcap * tanh(x_chosen / softcap)
+        known = (chosen >= shift) & (chosen < vocab)
+        raw_chosen = tl.load(source + chosen, mask=known, other=float("-inf"))
+        x_chosen, slope_chosen = _activate(raw_chosen, softcap, SOFTCAP)
         raws = ()
         for i in tl.static_range(TILES):
-            raws = raws + (_read(source, lane + i * TILE, shift, vocab, left, i * TILE, TILE, EVEN, VEC),)
-        top = tl.full((TILE,), float("-inf"), tl.float32)
-        for i in tl.static_range(TILES):
-            x, _ = _activate(raws[i], lane + i * TILE, shift, vocab, softcap, EVEN, SOFTCAP)
-            top = tl.maximum(top, x)
-        peak = tl.max(top, 0)
+            raws = raws + (_read(source, lane + i * TILE, shift, vocab, i * TILE, TILE, EVEN),)
+        top = raws[0]
+        for i in tl.static_range(1, TILES):
+            top = _larger(top, raws[i], PACKED)
+        peak, _ = _activate(tl.max(top.to(tl.float32), 0), softcap, SOFTCAP)
+        # `nothing` is 0. Taken in here, the chosen logit has arrived in every thread before this one publishes.
+        peak = peak * scale + (x_chosen.to(tl.int32, bitcast=True) & nothing).to(tl.float32)
         base = tl.where(peak == float("-inf"), 0.0, peak)
         sums = tl.zeros((TILE,), tl.float32)
         tilts = tl.zeros((TILE,), tl.float32)
         for i in tl.static_range(TILES):
-            raw = _again(raws[i], nothing, PACKED)
-            x, _ = _activate(raw, lane + i * TILE, shift, vocab, softcap, EVEN, SOFTCAP)
-            power = tl.exp2((x - base) * scale)  # e^(x - peak), 0 outside the row
+            x, _ = _activate(_again(raws[i], nothing, PACKED), softcap, SOFTCAP)
+            power = tl.exp2(x * scale - base)
             sums += power
             if ENTROPY:
-                tilts += tl.where(power > 0.0, power * ((x - base) * scale), 0.0)
+                tilts += power * tl.maximum(x * scale - base, -1e4)
         total = tl.sum(sums, 0)
         tilt = 0.0
         if ENTROPY:
@@ -246,12 +308,11 @@ def _logit_rows_kernel(  # type: ignore[no-untyped-def]
         if not SINGLE:
             at = words + row.to(tl.int64) * slots
             if PHASE != 2:
-                one = tl.full((), 1.0, tl.float32)
                 # 1e-30: a block without a finite logit counts nothing, but must not look unpublished
                 tl.atomic_xchg(at + block, _word(peak, tl.maximum(total, 1e-30)), sem="relaxed")
                 if ENTROPY:
-                    tl.atomic_xchg(at + num_blocks + 1 + block, _word(tilt, one), sem="relaxed")
-                tl.atomic_xchg(at + num_blocks, _word(x_chosen, one), mask=owner, sem="relaxed")
+                    one = tl.full((), 1.0, tl.float32)
+                    tl.atomic_xchg(at + num_blocks + block, _word(tilt, one), sem="relaxed")
         if PHASE != 1 and (WRITE or block == 0):
             advantage = 0.0
             before = 0.0
@@ -263,9 +324,10 @@ def _logit_rows_kernel(  # type: ignore[no-untyped-def]
                 if HAS_REF:
                     other = tl.load(ref + row)
             if not SINGLE:
-                peak, total, tilt, x_chosen = _merged(at, num_blocks, scale, PAD, ENTROPY, PHASE == 0)
+                base, total, tilt = _merged(at, num_blocks, PAD, ENTROPY, PHASE == 0)
             log2_total = tl.log2(total)
-            logp = ((x_chosen - peak) * scale - log2_total) * _LN2
+            y_chosen = x_chosen * scale - base
+            logp = (y_chosen - log2_total) * _LN2
             entropy = 0.0
             if ENTROPY:
                 entropy = (log2_total - tilt / total) * _LN2
@@ -296,82 +358,40 @@ def _logit_rows_kernel(  # type: ignore[no-untyped-def]
                 if LOSS:
                     tl.store(loss_out + row, loss)
                 tl.store(logprob_out + row, logp)
-                if ENTROPY:
+                if WRITE_ENTROPY:
                     tl.store(entropy_out + row, entropy)
             if WRITE:
-                # dz = (g 1[v = a] - p (g + e (ln p + entropy))) / temperature
+                # dz / slope = (g 1[v = a] - p (g + e (ln p + entropy))) / temperature, with p = 2^y / total
                 g = slope_logp * inv_temperature
+                e = slope_entropy * inv_temperature
+                flat = -(g + e * (entropy - log2_total * _LN2)) / total
+                steep = -e * _LN2 / total
                 for i in tl.static_range(TILES):
-                    raw = _again(raws[i], 2 * nothing, PACKED)
-                    x, slope = _activate(raw, lane + i * TILE, shift, vocab, softcap, EVEN, SOFTCAP)
-                    power = tl.exp2((x - peak) * scale)
-                    dz = power * (-g / total)
+                    x, slope = _activate(_again(raws[i], 2 * nothing, PACKED), softcap, SOFTCAP)
+                    y = x * scale - base
                     if GIVEN_ENTROPY or ENTROPY_BONUS:
-                        log_p = ((x - peak) * scale - log2_total) * _LN2
-                        e = slope_entropy * inv_temperature / total
-                        dz -= tl.where(power > 0.0, e * power * (log_p + entropy), 0.0)
-                    dz += tl.where(lane + i * TILE == chosen, g, 0.0)
+                        dz = tl.exp2(y) * (flat + steep * tl.maximum(y, -1e4))
+                    else:
+                        dz = tl.exp2(y) * flat
                     if SOFTCAP:
                         dz *= slope
                     _write(target, dz, lane + i * TILE, shift, width, i * TILE, TILE, EVEN)
+                if (chosen >= 0) & (chosen < TILE * TILES):
+                    tl.debug_barrier()  # the element is written twice, this time last
+                    dz_chosen = g + tl.exp2(y_chosen) * (flat + steep * tl.maximum(y_chosen, -1e4))
+                    tl.store(target + chosen, (dz_chosen * slope_chosen).to(grad.dtype.element_ty))
     else:
         if PHASE != 1:
             if block == 0:
                 if LOSS:
                     tl.store(loss_out + row, 0.0)
                 tl.store(logprob_out + row, 0.0)
-                if ENTROPY:
+                if WRITE_ENTROPY:
                     tl.store(entropy_out + row, 0.0)
             if WRITE:
                 for i in tl.static_range(TILES):
                     zeros = tl.zeros((TILE,), tl.float32)
                     _write(target, zeros, lane + i * TILE, shift, width, i * TILE, TILE, EVEN)
-
-
-@triton.jit
-def _read(
-    source, column, shift, vocab, left, begin, TILE: tl.constexpr, EVEN: tl.constexpr, VEC: tl.constexpr
-):  # type: ignore[no-untyped-def]
-    """A tile of logits as stored. Lanes outside the row hold anything where not EVEN."""
-    if EVEN:
-        raw = tl.load(source + column, mask=column < vocab, other=float("-inf"))
-    else:
-        # Whole vectors, neighbours included: a mask with its edge inside a vector makes all loads narrow.
-        vector = column // VEC * VEC
-        touched = (vector + VEC > shift) & (vector < vocab)
-        if left >= begin + TILE:
-            raw = tl.load(source + column, mask=touched, other=float("-inf"))
-        else:  # where the logits end there may be no neighbour
-            raw = tl.load(source + column, mask=touched & (column < left), other=float("-inf"))
-    return raw
-
-
-@triton.jit
-def _activate(raw, column, shift, vocab, softcap, EVEN: tl.constexpr, SOFTCAP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """(x, dx/dz up to the temperature) of a tile in float32; -inf outside the row's vocabulary."""
-    x = raw.to(tl.float32)
-    slope = 1.0
-    if SOFTCAP:
-        squashed = tanh(x / softcap)
-        slope = 1.0 - squashed * squashed
-        x = softcap * squashed
-    if SOFTCAP or not EVEN:
-        x = tl.where((column >= shift) & (column < vocab), x, float("-inf"))
-    return x, slope
-
-
-@triton.jit
-def _write(target, values, column, shift, width, begin, TILE: tl.constexpr, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Stores a tile of the gradient, the padded columns of the row included, nothing outside the row."""
-    values = values.to(target.dtype.element_ty)
-    inside = (column >= shift) & (column < width)
-    if EVEN:
-        tl.store(target + column, values, mask=column < width)
-    else:
-        if (begin >= shift) & (begin + TILE <= width):
-            tl.store(target + column, values)
-        else:
-            tl.store(target + column, values, mask=inside)
 
 
 def default_plan(width: int, element_size: int) -> Plan:
@@ -413,6 +433,9 @@ def logit_rows(
     ids: Tensor,
     *,
     grad: Tensor | None,
+    loss: Tensor,
+    logprobs: Tensor,
+    entropy: Tensor,
     old: Tensor | None,
     advantages: Tensor | None,
     weights: Tensor | None,
@@ -423,41 +446,33 @@ def logit_rows(
     temperature: float,
     softcap: float,
     vocab_size: int,
-    want_entropy: bool,
     plan: Plan | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(loss, logprob, entropy) per row, float32, and the logits' gradient written to ``grad`` where given.
+) -> None:
+    """Fills ``loss``, ``logprobs``, ``entropy`` (rows,) float32, and ``grad`` where given; see the reference.
 
-    Arguments as in ``grpo_lit.kernels.logit_rows``; ``logits`` and ``grad`` are (N, T, V) with contiguous rows
-    and may be the same tensor.
+    ``logits`` and ``grad`` are (N, T, V) with contiguous rows and may be the same memory. An empty ``loss`` or
+    ``entropy`` isn't written.
     """
     count, steps, width = logits.shape
     rows = count * steps
+    if rows == 0:
+        return
     plan = plan or default_plan(width, logits.element_size())
     num_blocks, aligned = _blocks(logits, plan)
-    out = logits if grad is None else grad
-    same = out.stride() == logits.stride() and out.data_ptr() % 16 == logits.data_ptr() % 16 == 0
+    target = logits if grad is None else grad
+    same = target.stride() == logits.stride() and (target.data_ptr() - logits.data_ptr()) % 16 == 0
+    flat = all(t.stride(0) == steps * t.stride(1) or count == 1 for t in (logits, target))
     bonus = weights is not None and scalars.entropy_coef != 0
-    entropy_used = want_entropy or bonus or dentropy is not None
-
-    def empty(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=torch.float32, device=logits.device)
-
-    loss = empty(rows if weights is not None else 0)
-    logprob, entropy = empty(rows), empty(rows if entropy_used else 0)
-    if rows == 0:
-        return loss, logprob, entropy
+    entropy_used = entropy.numel() > 0 or bonus or dentropy is not None
     single = num_blocks == 1
     waits = single or waits_safely(num_blocks, logits.device)
-    slots = num_blocks * (2 if entropy_used else 1) + 1
+    slots = num_blocks * (2 if entropy_used else 1)
     words = torch.zeros((0 if single else rows, slots), dtype=torch.int64, device=logits.device)
-    # where the storage behind the logits ends, in elements from their first
-    end = (count - 1) * logits.stride(0) + (steps - 1) * logits.stride(1) + width
     limit = {} if plan.registers is None or interpreting() else {"maxnreg": plan.registers}
     for phase in (_BOTH,) if waits else (_PUBLISH, _FINISH):
         _logit_rows_kernel[(rows * num_blocks,)](
             logits,
-            out,
+            target,
             ids,
             old,
             advantages,
@@ -466,7 +481,7 @@ def logit_rows(
             dlogprobs,
             dentropy,
             loss,
-            logprob,
+            logprobs,
             entropy,
             words,
             slots,
@@ -477,9 +492,8 @@ def logit_rows(
             width,
             logits.stride(0),
             logits.stride(1),
-            end,
-            out.stride(0),
-            out.stride(1),
+            target.stride(0),
+            target.stride(1),
             1.0 / temperature,
             softcap,
             scalars.epsilon_low,
@@ -490,7 +504,7 @@ def logit_rows(
             scalars.cispo_cap,
             TILE=plan.tile,
             TILES=plan.tiles,
-            PAD=max(triton.next_power_of_2(num_blocks + 1), 32 * plan.num_warps),
+            PAD=max(triton.next_power_of_2(num_blocks), 32 * plan.num_warps),
             PHASE=phase,
             LOSS=weights is not None,
             GIVEN=dlogprobs is not None,
@@ -498,11 +512,13 @@ def logit_rows(
             HAS_OLD=old is not None,
             HAS_REF=ref is not None,
             ENTROPY=entropy_used,
+            WRITE_ENTROPY=entropy.numel() > 0,
             ENTROPY_BONUS=bonus,
             SOFTCAP=softcap != 0,
             CISPO=scalars.cispo,
             WRITE=grad is not None,
             SINGLE=single,
+            FLAT=flat,
             ALIGNED=aligned,
             SAME_LAYOUT=same,
             EVEN=aligned and vocab_size % 16 == 0 and width % 16 == 0,
@@ -511,4 +527,3 @@ def logit_rows(
             num_warps=plan.num_warps,
             **limit,
         )
-    return loss, logprob, entropy

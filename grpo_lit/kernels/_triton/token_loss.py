@@ -10,7 +10,7 @@ from torch import Tensor
 from grpo_lit.kernels._triton.math import token_terms
 from grpo_lit.kernels.token_terms import TokenScalars
 
-_TOKENS = 1024  # a program; 8 a thread
+_TOKENS = 1024  # a program; a vector of 16 bytes a thread
 
 
 @triton.jit
@@ -22,26 +22,24 @@ def _token_loss_kernel(  # type: ignore[no-untyped-def]
     ref,
     dlogprobs,
     partial,
-    rows,
+    count,
     steps,
     epsilon_low,
     epsilon_high,
     delta,
     beta,
     cispo_cap,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    LONG_ROWS: tl.constexpr,
     ROW_ADVANTAGE: tl.constexpr,
     HAS_OLD: tl.constexpr,
     HAS_REF: tl.constexpr,
     CISPO: tl.constexpr,
 ):
     pid = tl.program_id(0)
-    tiles = tl.cdiv(steps, COLUMNS)
-    row = (pid // tiles) * ROWS + tl.arange(0, ROWS)[:, None]  # (ROWS, 1)
-    column = (pid % tiles) * COLUMNS + tl.arange(0, COLUMNS)[None, :]  # (1, COLUMNS)
-    inside = (row < rows) & (column < steps)
-    at = row.to(tl.int64) * steps + column
+    lane = tl.arange(0, TOKENS)
+    at = pid.to(tl.int64) * TOKENS + lane  # tokens of (N, T) in one line, so that loads are aligned for every T
+    inside = at < count
     # Everything is asked for at once: waiting for the weights first would save few bytes and cost a round trip.
     weight = tl.load(weights + at, mask=inside, other=0.0)
     logp = tl.load(logprobs + at, mask=inside, other=0.0)
@@ -52,7 +50,11 @@ def _token_loss_kernel(  # type: ignore[no-untyped-def]
     if HAS_REF:
         other = tl.load(ref + at, mask=inside, other=0.0)
     if ROW_ADVANTAGE:
-        advantage = tl.load(advantages + row, mask=row < rows, other=0.0)
+        start = pid.to(tl.int64) * TOKENS
+        row = start // steps
+        past = (start - row * steps).to(tl.int32) + lane  # tokens past the start of that row
+        row += (past >= steps).to(tl.int64) if LONG_ROWS else (past // steps).to(tl.int64)
+        advantage = tl.load(advantages + row, mask=inside, other=0.0)
     else:
         advantage = tl.load(advantages + at, mask=inside, other=0.0)
     loss, slope = token_terms(
@@ -99,15 +101,14 @@ def token_loss(
     ref: Tensor | None,
     scalars: TokenScalars,
     tokens: int = _TOKENS,
-    num_warps: int = 4,
+    num_warps: int = 8,
 ) -> tuple[Tensor, Tensor]:
     """(loss, d loss / d logprobs): float32 (N, T) contiguous tensors in, ``advantages`` (N,) or (N, T)."""
-    rows, steps = logprobs.shape
+    count, steps = logprobs.numel(), logprobs.shape[1]
     dlogprobs = torch.empty_like(logprobs)
-    if logprobs.numel() == 0:
+    if count == 0:
         return logprobs.new_zeros(()), dlogprobs
-    columns = min(tokens, triton.next_power_of_2(steps))
-    programs = triton.cdiv(rows, tokens // columns) * triton.cdiv(steps, columns)
+    programs = triton.cdiv(count, tokens)
     partial = torch.empty(programs, dtype=torch.float32, device=logprobs.device)
     _token_loss_kernel[(programs,)](
         logprobs,
@@ -117,15 +118,15 @@ def token_loss(
         ref,
         dlogprobs,
         partial,
-        rows,
+        count,
         steps,
         scalars.epsilon_low,
         scalars.epsilon_high,
         scalars.delta,
         scalars.beta,
         scalars.cispo_cap,
-        ROWS=tokens // columns,
-        COLUMNS=columns,
+        TOKENS=tokens,
+        LONG_ROWS=steps >= tokens,
         ROW_ADVANTAGE=advantages.dim() == 1,
         HAS_OLD=old is not None,
         HAS_REF=ref is not None,
