@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from grpo_lit.kernels import scale as _scale  # noqa: F401  (registers grpo_lit::scale_)
 from grpo_lit.kernels.dispatch import default_impl, triton_available
+from grpo_lit.kernels.entropy_mask import entropy_mask, keep_row_weight
 from grpo_lit.kernels.fused_linear_grpo import fused_linear_grpo
 from grpo_lit.kernels.fused_logits_grpo import TokenStats, fused_logits_grpo
 from grpo_lit.kernels.grpo_token_loss import grpo_token_loss
@@ -15,9 +16,11 @@ from grpo_lit.kernels.linear_logprobs import linear_logprobs
 __all__ = [
     "TokenStats",
     "default_impl",
+    "entropy_mask",
     "fused_linear_grpo",
     "fused_logits_grpo",
     "grpo_token_loss",
+    "keep_row_weight",
     "linear_logprobs",
     "triton_available",
 ]

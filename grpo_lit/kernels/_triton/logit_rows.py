@@ -281,6 +281,10 @@ def _logit_rows_kernel(  # type: ignore[no-untyped-def]
         scale = inv_temperature * 1.4426950408889634
         known = (chosen >= shift) & (chosen < vocab)
         raw_chosen = tl.load(source + chosen, mask=known, other=float("-inf"))
+        if PHASE == 1 and block == 0:  # the second run may find this logit overwritten
+            tl.store(words + (row + 1).to(tl.int64) * slots - 1, _word(raw_chosen.to(tl.float32), scale))
+        if PHASE == 2:
+            raw_chosen, _ = _halves(words + (row + 1).to(tl.int64) * slots - 1, known | True, False)
         x_chosen, slope_chosen = _activate(raw_chosen, softcap, SOFTCAP)
         raws = ()
         for i in tl.static_range(TILES):
@@ -466,7 +470,7 @@ def logit_rows(
     entropy_used = entropy.numel() > 0 or bonus or dentropy is not None
     single = num_blocks == 1
     waits = single or waits_safely(num_blocks, logits.device)
-    slots = num_blocks * (2 if entropy_used else 1)
+    slots = num_blocks * (2 if entropy_used else 1) + 1
     words = torch.zeros((0 if single else rows, slots), dtype=torch.int64, device=logits.device)
     limit = {} if plan.registers is None or interpreting() else {"maxnreg": plan.registers}
     for phase in (_BOTH,) if waits else (_PUBLISH, _FINISH):
