@@ -210,8 +210,10 @@ def _load_model(config: PolicyConfig, source: ModelSource) -> PreTrainedModel:
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise UserError("model.policy.path", source.spec, f"a causal language model ({one_line(error)})") from error
     if source.gguf_file:
-        # The tensors are plain floating point by now; the entry would make transformers refuse to save or move it.
+        # The tensors are plain floating point by now; these marks would make transformers refuse to save the model.
         del model.config.quantization_config
+        for mark in ("hf_quantizer", "quantization_method", "is_quantized"):
+            vars(model).pop(mark, None)
     return model
 
 

@@ -6,6 +6,7 @@ from grpo_lit.callbacks.graceful_stop import GracefulStop
 from grpo_lit.callbacks.metrics_file import MetricsFile
 from grpo_lit.callbacks.progress import StepProgress
 from grpo_lit.callbacks.run_checkpoint import RunCheckpoint
+from grpo_lit.callbacks.target_probability import TargetProbability
 
 __all__ = [
     "AdapterExport",
@@ -14,4 +15,5 @@ __all__ = [
     "MetricsFile",
     "RunCheckpoint",
     "StepProgress",
+    "TargetProbability",
 ]

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_lit.datamodules.arithmetic import arithmetic_rows
+from grpo_lit.datamodules.one_token import one_token_rows
 from grpo_lit.errors import SystemFault, UserError
 
 Row = dict[str, Any]
@@ -50,6 +51,7 @@ def gsm8k_answer(value: Any) -> str | None:
 DATASETS: dict[str, DatasetSpec] = {
     "gsm8k": DatasetSpec("question", "answer", "openai/gsm8k", "main", parse_answer=gsm8k_answer),
     "arithmetic": DatasetSpec("question", "answer", generate=arithmetic_rows),
+    "one_token": DatasetSpec("question", "answer", generate=one_token_rows),
 }
 
 

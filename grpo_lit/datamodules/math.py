@@ -29,6 +29,7 @@ class MathDataModule(LightningDataModule):
         dataset_options: options of a generated dataset, such as arithmetic's terms.
         prompts_per_step: prompts per rollout step, over all ranks.
         val_prompts: held-out rows; 0 switches validation off.
+        val_on_train: validate on the training prompts themselves, for tasks of a few fixed prompts; nothing is held out.
         val_batch_size: prompts generated together in validation.
         prompt_template: text of the user's turn; ``{question}`` is replaced, all else is literal.
         system_prompt: system turn for chat models; none by default.
@@ -46,6 +47,7 @@ class MathDataModule(LightningDataModule):
         dataset_options: dict[str, Any] | None = None,
         prompts_per_step: int = 8,
         val_prompts: int = 200,
+        val_on_train: bool = False,
         val_batch_size: int = 64,
         prompt_template: str = DEFAULT_TEMPLATE,
         system_prompt: str | None = None,
@@ -63,6 +65,8 @@ class MathDataModule(LightningDataModule):
             raise UserError("data.val_batch_size", val_batch_size, "at least 1 prompt")
         if max_prompt_length is not None and max_prompt_length < 1:
             raise UserError("data.max_prompt_length", max_prompt_length, "at least 1 token, or null for no limit")
+        if val_on_train and val_path is not None:
+            raise UserError("data.val_path", val_path, "null with data.val_on_train=true")
         if "{question}" not in prompt_template:
             raise UserError("data.prompt_template", prompt_template, "a text that contains {question}")
         self.dataset = dataset
@@ -71,6 +75,7 @@ class MathDataModule(LightningDataModule):
         self.dataset_options = dataset_options
         self.prompts_per_step = prompts_per_step
         self.val_prompts = val_prompts
+        self.val_on_train = val_on_train
         self.val_batch_size = val_batch_size
         self.prompt_template = prompt_template
         self.system_prompt = system_prompt
@@ -91,7 +96,10 @@ class MathDataModule(LightningDataModule):
         """
         if self._rows is None:
             rows = load_rows(self.dataset, path=self.path, options=self.dataset_options)
-            if self.val_path is not None:
+            if self.val_on_train:
+                train = numbered(rows)
+                val = train[: self.val_prompts]
+            elif self.val_path is not None:
                 val = numbered(load_rows(self.dataset, path=self.val_path))[: self.val_prompts]
                 questions = {row["question"] for row in val}
                 train = [row for row in numbered(rows) if row["question"] not in questions]
