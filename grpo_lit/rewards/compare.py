@@ -8,9 +8,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
-from .algebra import Undecided, read
-from .leaves import Oracle, plain_number, plain_words, rounds, same_leaf
+from .algebra import Undecided
+from .leaves import Oracle, plain_number, plain_words, same_leaf
 from .normalize import canonical
+from .phrases import same_phrase
+from .reader import read
 from .structure import (
     Equation,
     Group,
@@ -26,37 +28,7 @@ from .structure import (
 )
 
 _FLIPPED = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "!=": "!="}
-_CHOICE = re.compile(r"(?:\\text\{ *)?\(? *([A-J]) *(?:\)|\}|\.|:|$).*")
-_BARE_CHOICE = re.compile(r"(?:\\text\{ *)?\(? *([A-J]) *\)?\.? *\}?")
-_UNANSWERABLE = re.compile(
-    r"(?:none|n/?a|unanswerable|undetermined|indeterminate|unknown|impossible to (?:determine|tell|know|answer)"
-    r"|(?:there is |it is )?(?:not enough|insufficient|missing) (?:information|data|info).*"
-    r"|(?:the answer |it |this )?(?:cannot|can't|can not|could not) be (?:determined|answered|calculated|known|solved|computed).*)"
-)
-_MONTHS = "jan feb mar apr may jun jul aug sep oct nov dec".split()
-_DATE = re.compile(
-    rf"(?:([a-z]+day),? )?(?:({'|'.join(_MONTHS)})[a-z]*\.? ([0-9]{{1,2}})(?:st|nd|rd|th)?"
-    rf"|(?:the )?([0-9]{{1,2}})(?:st|nd|rd|th)?(?: of)? ({'|'.join(_MONTHS)})[a-z]*\.?)(?:,? ([0-9]{{4}}))?"
-)
 _CLOCK = re.compile(r"([0-9]{1,2}) *(?:\\text\{)? *(?:([ap])\.? ?m\.?)?\}?", re.IGNORECASE)
-
-
-class ExactOracle:
-    """Exact algebra in this process; see `grpo_lit.rewards.algebra`."""
-
-    def equal(self, gold: str, answer: str) -> bool | None:
-        try:
-            left, right = read(gold), read(answer)
-        except Undecided:
-            return None
-        return left.same_as(right) or rounds(answer, left) or rounds(gold, right)
-
-    def ratio(self, gold: str, answer: str) -> int | None:
-        try:
-            ratio = read(gold).ratio_to(read(answer))
-        except Undecided:
-            return None
-        return 0 if ratio is None else 1 if ratio > 0 else -1
 
 
 def same_answer(gold: str, answer: str, oracle: Oracle) -> bool | None:
@@ -67,25 +39,12 @@ def same_answer(gold: str, answer: str, oracle: Oracle) -> bool | None:
     """
     if canonical(gold) == canonical(answer):
         return True
-    choice = _BARE_CHOICE.fullmatch(gold)
-    if choice:
-        chosen = _CHOICE.fullmatch(answer)
-        if chosen:
-            return chosen[1] == choice[1]
-    words = (plain_words(gold) or "").strip(".")
-    if words in ("yes", "no", "true", "false"):
-        said = set(re.findall(r"\b(?:yes|no|true|false)\b", answer.lower()))
-        return said == {words} and re.match(rf"(?:\\text\{{ *)?{words}\b", answer.lower()) is not None
-    if words and _UNANSWERABLE.fullmatch(words):
-        return (
-            _UNANSWERABLE.fullmatch(re.sub(r"\\text\{([^{}]*)\}", r"\1", answer).lower().strip(" ."))
-            is not None
-        )
-    dates = _date(gold), _date(answer)
-    if dates[0] and dates[1]:
-        return all(a == b for a, b in zip(*dates, strict=True) if a is not None and b is not None)
+    verdict = same_phrase(gold, answer)
+    if verdict is not None:
+        return verdict
     if re.fullmatch(r"-?[0-9]+,[0-9]{1,2}", gold) and plain_number(answer) is not None:
-        # Either a list or a decimal comma; no list is a single number, so that a decimal is the only other reading.
+        # Either a list or a decimal comma; no list is a single number, so that a decimal is the only other
+        # reading.
         return plain_number(gold.replace(",", ".")) == plain_number(answer)
     return same(read_structure(gold), read_structure(answer), oracle)
 
@@ -94,15 +53,6 @@ def is_several(gold: str) -> bool:
     """Whether a normalised gold answer lists more than one answer."""
     node = read_structure(gold)
     return isinstance(node, Items) and len(node.parts) > 1
-
-
-def _date(text: str) -> tuple[str | None, ...] | None:
-    match = (
-        _DATE.fullmatch(re.sub(r"\\text\{([^{}]*)\}", r"\1", text).lower())
-        if re.search("[a-z]{3}", text, re.I)
-        else None
-    )
-    return (match[1], match[2] or match[5], match[3] or match[4], match[6]) if match else None
 
 
 def same(gold: Node, answer: Node, oracle: Oracle) -> bool | None:
@@ -144,11 +94,11 @@ def _all(pairs: Sequence[tuple[Node, Node]], oracle: Oracle) -> bool | None:
     return None if undecided else True
 
 
-# ---- equations and relations -----------------------------------------------------------------------------------------
+# ---- equations and relations -------------------------------------------------------------------------------
 
 
 def _same_equation(gold: Node, answer: Node, oracle: Oracle) -> bool | None:
-    """Two equations: the same up to a factor. One: its right side, if its left side is only a name or a number."""
+    """Two equations: the same up to a factor. One: its right side, if the left is but a name or a number."""
     if not isinstance(answer, Equation):
         assert isinstance(gold, Equation)
         return same(gold.value, answer, oracle) if _states_value(gold, strict=True) else False
@@ -249,7 +199,7 @@ def _same_chain(
     return ratio != 0 and wanted == answer.operators[0]
 
 
-# ---- collections -----------------------------------------------------------------------------------------------------
+# ---- collections -------------------------------------------------------------------------------------------
 
 
 def _distinct(parts: Sequence[Node], oracle: Oracle) -> list[Node]:
@@ -277,16 +227,14 @@ def _unordered(gold: Sequence[Node], answer: Sequence[Node], oracle: Oracle) -> 
 
 def _same_items(gold: Node, answer: Node, oracle: Oracle) -> bool | None:
     for one, other in ((gold, answer), (answer, gold)):
-        if isinstance(one, Items) and all(isinstance(part, Relation) for part in one.parts):
-            if isinstance(other, (Union, Group, Relation)):
-                return _same_region(gold, answer, oracle)
-        if isinstance(one, Items) and isinstance(other, Union):
+        if not isinstance(one, Items):
+            continue
+        relations = all(isinstance(part, Relation) for part in one.parts)
+        if relations and isinstance(other, (Union, Group, Relation)):
+            return _same_region(gold, answer, oracle)
+        if isinstance(other, Union):
             return None
-        if (
-            isinstance(one, Items)
-            and isinstance(other, Group)
-            and not any(isinstance(part, Group) for part in one.parts)
-        ):
+        if isinstance(other, Group) and not any(isinstance(part, Group) for part in one.parts):
             # A list without brackets, in the tuple's order, is the tuple; a set isn't.
             if one.braces or len(one.parts) != len(other.parts):
                 return False
@@ -315,23 +263,19 @@ def _same_region(gold: Node, answer: Node, oracle: Oracle) -> bool | None:
 
 
 def _same_matrix(gold: Node, answer: Node, oracle: Oracle) -> bool | None:
-    rows = [_rows(node) for node in (gold, answer)]
-    if rows[0] is None or rows[1] is None:
+    ours, theirs = _rows(gold), _rows(answer)
+    if ours is None or theirs is None:
         return _unlike(gold, answer)
-    if [len(row) for row in rows[0]] != [len(row) for row in rows[1]]:
-        flat = [[cell for row in side for cell in row] for side in rows]
-        vectors = all(len(side) == 1 or all(len(row) == 1 for row in side) for side in rows)
-        # A vector may be written upright, lying, or as a tuple; two matrices must have one shape.
-        if (
-            isinstance(gold, Matrix)
-            and isinstance(answer, Matrix)
-            or not vectors
-            or len(flat[0]) != len(flat[1])
-        ):
-            return False
-        return _all(list(zip(*flat, strict=True)), oracle)
-    pairs = [pair for a, b in zip(*rows, strict=True) for pair in zip(a, b, strict=True)]
-    return _all(pairs, oracle)
+    if [len(row) for row in ours] == [len(row) for row in theirs]:
+        return _all(
+            [pair for a, b in zip(ours, theirs, strict=True) for pair in zip(a, b, strict=True)], oracle
+        )
+    # A vector may be written upright, lying, or as a tuple; two matrices must have one shape.
+    flat, other = ([cell for row in rows for cell in row] for rows in (ours, theirs))
+    vectors = all(len(rows) == 1 or all(len(row) == 1 for row in rows) for rows in (ours, theirs))
+    if (isinstance(gold, Matrix) and isinstance(answer, Matrix)) or not vectors or len(flat) != len(other):
+        return False
+    return _all(list(zip(flat, other, strict=True)), oracle)
 
 
 def _rows(node: Node) -> list[list[Node]] | None:

@@ -19,8 +19,9 @@ from grpo_lit.rewards.functions import RewardFunction, resolve_reward
 class RewardError(UserError):
     """A reward function failed or returned something that is no reward.
 
-    A `UserError`, because reward functions are the user's code: exit code 2, one line that names the function. What the
-    function raised is the ``__cause__``. A `SystemFault` of a built-in function passes through as it is.
+    A `UserError`, because reward functions are the user's code: exit code 2, one line that names the
+    function. What the function raised is the ``__cause__``. A `SystemFault` of a built-in function passes
+    through as it is.
     """
 
     def __init__(self, name: str, problem: str) -> None:
@@ -35,8 +36,8 @@ class RewardOutput:
     Attributes:
         rewards: (N,) float32, the weighted sum over the functions; NaN where every function abstained.
         per_function: by name (N,) float32 before weighting; NaN where it abstained.
-        verdict_counts: how many answers were correct, wrong, unparsable, timeout or crashed, over all functions that
-            verify answers.
+        verdict_counts: how many answers were correct, wrong, unparsable, timeout or crashed, over all
+            functions that verify answers.
         latencies_s: seconds per verified answer.
     """
 
@@ -55,7 +56,7 @@ def compute_rewards(
     *,
     timeout_s: float | None = None,
 ) -> RewardOutput:
-    r"""Rewards of N completions, :math:`r_i = \sum_f w_f r_{f,i}` over the functions that didn't abstain on row i.
+    r"""Rewards of N completions: :math:`r_i = \sum_f w_f r_{f,i}` over the functions with a reward for row i.
 
     Args:
         functions: callables, or names for `resolve_reward`.
@@ -63,11 +64,12 @@ def compute_rewards(
         completions: N texts, with the tail that the chat template prefilled.
         columns: the data set's columns, N entries each; a function gets those that it takes.
         weights: one per function; 1 by default.
-        timeout_s: longest time for one function on all N rows. A function that exceeds it can't be stopped, only left
-            behind in a daemon thread, which doesn't keep the process from ending.
+        timeout_s: longest time for one function on all N rows. A function that exceeds it can't be stopped,
+            only left behind in a daemon thread, which doesn't keep the process from ending.
 
     Raises:
-        RewardError: a function raised, took too long, or returned a wrong length, no number, NaN or an infinity.
+        RewardError: a function raised, took too long, or returned a wrong length, no number, NaN or an
+        infinity.
         UserError: lengths don't agree, or a column that a function needs is missing.
     """
     n = len(completions)
@@ -90,11 +92,11 @@ def compute_rewards(
         function = resolve_reward(entry)
         name = _unused_name(reward_name(function), output.per_function)
         returned = _call(function, name, prompts, completions, columns, timeout_s)
-        values = _checked(returned, name, n)
-        output.per_function[name] = values
-        known = ~values.isnan()
+        own = _checked(returned, name, n)
+        output.per_function[name] = own
+        known = ~own.isnan()
         weight = 1.0 if weights is None else float(weights[index])
-        total[known] += weight * values[known]
+        total[known] += weight * own[known]
         counted |= known
         for verdict in getattr(returned, "verdicts", ()):
             counts[verdict.kind] += 1

@@ -2,10 +2,11 @@ r"""Finds the final answer in a response.
 
 The order, and the first that applies decides:
 
-1. Nothing inside ``<think>...</think>`` counts. After an unclosed ``<think>`` there is no answer; where the opening tag
-   was in the prompt, only what follows the last ``</think>`` counts. Text after an end-of-turn token doesn't count.
-2. The last closed ``\boxed{...}``. Boxes joined by nothing but "and", "or" or a comma are one answer of several parts.
-   If a box was opened and none closed, there is no answer.
+1. Nothing inside ``<think>...</think>`` counts. After an unclosed ``<think>`` there is no answer; where the
+   opening tag was in the prompt, only what follows the last ``</think>`` counts. Text after an end-of-turn
+   token doesn't count.
+2. The last closed ``\boxed{...}``. Boxes joined by nothing but "and", "or" or a comma are one answer of
+   several parts. If a box was opened and none closed, there is no answer.
 3. The last ``<answer>...</answer>``.
 4. The line after the last ``####``.
 5. What follows the last "answer is", "answer:" or "A:".
@@ -37,29 +38,35 @@ _LEADING_TOKENS = re.compile(r"\s*(?:<\|im_start\|>\s*assistant|<｜Assistant｜
 _BOX_OR_BRACE = re.compile(r"\\{1,3}(?:boxed|fbox)\s*(\{|[^\s{}\\$.,;:]+)|\\[\\{}]|[{}]")
 _ANSWER_TAG = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.IGNORECASE | re.DOTALL)
 _PHRASE = re.compile(
-    r"(?:\banswer(?:\s+(?:to|of|for)\b[^.\n]{0,80}?)?\s*(?:is|was|be|are|equals|:|=)|^\s*A:|\bsolution\s+is\s*:?)"
-    r"\s*(?:that\s+|therefore\s+|thus\s+|simply\s+|approximately\s+|about\s+|exactly\s+)?:?[ \t]*\n?[ \t]*(?P<tail>[^\n]+)",
+    r"(?:\banswers?(?:\s+(?:to|of|for)\b[^.\n]{0,80}?)?\s*(?:is|was|be|are|equals|:|=)|^ *A:"
+    r"|\bsolution\s+is\b)\s*(?:(?:that|therefore|thus|simply|approximately|about|exactly)\s+)?:?\s*(?P<tail>[^\n]+)",
     re.IGNORECASE | re.MULTILINE,
 )
 _SENTENCE_END = re.compile(r"(?<=[^\s.A-Z])\.(?:\s|$)|(?<=[A-Z])\.(?:\s|$)|[!?](?:\s+[A-Z]|$)")
 _MATH = re.compile(
-    r"\$\$(?P<a>(?:[^$\\]|\\.)+?)\$\$|\\\[(?P<b>.+?)\\\]|\\\((?P<c>.+?)\\\)|(?<![\\$])\$(?P<d>(?:[^$\n\\]|\\.)+?)\$(?![0-9])",
+    r"\$\$(?P<a>(?:[^$\\]|\\.)+?)\$\$|\\\[(?P<b>(?:(?!\\[\[\]]).)+)\\\]|\\\((?P<c>(?:(?!\\[()]).)+)\\\)"
+    r"|(?<![\\$])\$(?P<d>(?:[^$\n\\]|\\.)+?)\$(?![0-9])",
     re.DOTALL,
 )
 _NUMERAL = r"-?(?:\\?\$ ?)?-?(?:[0-9]+(?:[,\u00a0 ][0-9]{3})*(?:\.[0-9]+)?|\.[0-9]+)"
+_SEVERAL = rf"(?:(?:, {_NUMERAL}){{0,20}},? (?:or|and)(?: maybe| perhaps| possibly| even)? {_NUMERAL})*"
 _BARE_VALUE = re.compile(
-    rf"(?<![\w.\\^_{{/])(?P<value>-?\\frac\{{-?[0-9]+\}}\{{[0-9]+\}}|{_NUMERAL}(?: ?[/:] ?[0-9]+(?:\.[0-9]+)?)?"
-    rf"(?: or (?:maybe |perhaps |even )?{_NUMERAL})*)(?P<unit> ?(?:\\?%|percent\b|pct\b))?"
+    rf"(?<![\w.\\^_{{/])(?P<value>{_NUMERAL}(?: ?[/:] ?[0-9]+(?:\.[0-9]+)?)?{_SEVERAL})"
+    r"(?P<unit> ?(?:\\?%|percent\b|pct\b))?"
+)
+# A run of LaTeX without delimiters: it ends where a word, a new line or a sentence's punctuation stands.
+_BARE_MATH_TOKEN = re.compile(
+    r"\\[a-zA-Z]+|\\[{}%]|[0-9]+(?:[.,][0-9]+)*|[-+*/^_=<>(){}\[\]|!]|(?<![a-zA-Z\\])[a-zA-Z](?![a-zA-Z])| +"
 )
 _PROSE = re.compile(r"(?<![\\a-zA-Z0-9)])[a-zA-Z]{3,}")
-_MATH_WORDS = frozenset(
-    "and or sqrt pi sin cos tan cot sec csc log exp frac inf infty infinity min max".split()
-)
+_SHORT_WORDS = re.compile(r"(?<![\\a-zA-Z])(?:so|it|is|we|of|to|he|be|as|by|if)(?![a-zA-Z])", re.IGNORECASE)
+_MATH_WORDS = {"and", "or", "sqrt", "sin", "cos", "tan", "cot", "log", "exp", "inf", "infinity", "min", "max"}
 _JOINT_NOISE = re.compile(r"\\[()\[\],;:! ]|\\(?:text|quad|qquad|mathrm)|[\s${}\\]|~")
 _JOINT = re.compile(r"(?:,|;|and|or|&)+", re.IGNORECASE)
 _LOOSE_JOINT = re.compile(
     r"(?:.*[^a-zA-Z])?(?:and|or|,|;)(?:[a-zA-Z](?:_?[0-9])?(?:\([a-z]\))?=)?", re.IGNORECASE | re.DOTALL
 )
+_OPENING = re.compile(r"(yes|no|true|false)\b", re.IGNORECASE)
 _SECOND_THOUGHTS = re.compile(
     r"\b(?:wait|actually|no|not|but|then|hmm|instead|correct|mistake|sorry|rather)\b", re.I
 )
@@ -73,14 +80,16 @@ class Extraction:
         text: the answer as written; None if there is none.
         source: which rule found it.
         reason: why there is none.
-        joined: the same with boxes joined more freely ("(3, 3) for part (a) and (1, 1)"): to be used only where the
-            gold answer has several parts, so that it can't help a guess.
+        joined: the same with boxes joined more freely ("(3, 3) for part (a) and (1, 1)"): to be used only
+            where the gold answer has several parts, so that it can't help a guess.
+        opening: yes, no, true or false, if a response without box or answer phrase begins with it.
     """
 
     text: str | None
     source: Source = "none"
     reason: str = ""
     joined: str | None = None
+    opening: str | None = None
 
 
 def final_answer(response: str) -> Extraction:
@@ -98,11 +107,7 @@ def final_answer(response: str) -> Extraction:
     tags = _ANSWER_TAG.findall(visible) if "nswer>" in visible.lower() else []
     if tags:
         return _found(tags[-1], "answer tag")
-    visible = (
-        without_emphasis(clean(visible))
-        if not visible.isascii() or "**" in visible or "__" in visible
-        else visible
-    )
+    visible = without_emphasis(clean(visible))
     if "####" in visible:
         return _found(visible.rpartition("####")[2].strip().partition("\n")[0], "####")
     return _from_prose(visible.strip())
@@ -110,7 +115,7 @@ def final_answer(response: str) -> Extraction:
 
 @lru_cache(maxsize=4096)
 def gold_answer(gold: str) -> str:
-    r"""The answer in a gold text: plain, ``#### 72`` behind a solution, boxed, or stated at the end of a long solution.
+    r"""The answer in a gold text: plain, behind ``####``, boxed, or stated at the end of a long solution.
 
     Gold text is trusted: all its joined boxes count, and a box that was never closed is read to the end.
     """
@@ -222,12 +227,14 @@ def _from_prose(text: str) -> Extraction:
         # "answer is to your question: the total is 5" holds its answer at the end, as any sentence does.
         candidate = sentence if not _is_sentence(sentence) else _last_value(sentence) or sentence
         return _found(candidate, "phrase")
-    if len(text) <= 200 and "\n" not in text and not _is_sentence(text):
+    if len(text) <= 300 and "\n" not in text and not _is_sentence(text):
         return _found(text, "whole response")
     value = _last_value(text[-20_000:])
+    first = _OPENING.match(text)
+    opening = first[1] if first else None
     if value is None:
-        return Extraction(None, reason="no box, no answer phrase and no number")
-    return Extraction(value, "last value")
+        return Extraction(None, reason="no box, no answer phrase and no number", opening=opening)
+    return Extraction(value, "last value", opening=opening)
 
 
 def _first_sentence(tail: str) -> str:
@@ -239,8 +246,9 @@ def _first_sentence(tail: str) -> str:
 
 def _is_sentence(text: str) -> bool:
     """Whether words say more than an answer does; words after a number are its unit."""
-    bare = _MATH.sub(" ", text)
+    bare = re.sub(r"\\(?:begin|end)\{[a-z]*\}", " ", _MATH.sub(" ", text))
     words = [word for word in _PROSE.findall(bare) if word.lower() not in _MATH_WORDS]
+    words += _SHORT_WORDS.findall(bare)
     if not re.search(r"[0-9$\\]", text):
         return len(words) > 6
     if re.match(rf"{_NUMERAL}(?!.*[0-9])", bare.strip()) and len(words) <= 8:
@@ -251,17 +259,34 @@ def _is_sentence(text: str) -> bool:
 
 
 def _last_value(text: str) -> str | None:
-    """The last mathematics between delimiters or the last bare number, whichever ends later."""
-    best: tuple[int, str] | None = None
+    """The last mathematics, between delimiters or bare, or the last number, whichever ends later."""
+    found: list[tuple[int, str]] = []
     spans = []
     for match in _MATH.finditer(text):
         content = next(group for group in match.groups() if group is not None)
-        words = [word for word in _PROSE.findall(re.sub(r"\\[a-zA-Z]+\{[^{}]*\}|\\[a-zA-Z]+", " ", content))]
+        words = _PROSE.findall(re.sub(r"\\[a-zA-Z]+\{[^{}]*\}|\\[a-zA-Z]+", " ", content))
         if match["d"] is not None and any(word.lower() not in _MATH_WORDS for word in words):
             continue  # two dollar amounts and the words between them
         spans.append(match.span())
-        best = (match.end(), content.strip())
-    numbers = [m for m in _BARE_VALUE.finditer(text) if not any(a <= m.start() < b for a, b in spans[-50:])]
-    if numbers and (best is None or numbers[-1].end() > best[0]):
-        return (numbers[-1]["value"] + (numbers[-1]["unit"] or "")).strip()
-    return best[1] if best else None
+        found.append((match.end(), content.strip()))
+    del found[:-1]
+    if "\\" in text:
+        found.extend(_last_bare_math(text, spans[-1][1] if spans else 0))
+    for match in _BARE_VALUE.finditer(text, max([end for end, _ in found], default=0)):
+        found.append((match.end(), (match["value"] + (match["unit"] or "")).strip()))
+    return max(found)[1] if found else None
+
+
+def _last_bare_math(text: str, start: int) -> list[tuple[int, str]]:
+    """The last run of tokens that holds a LaTeX command, behind ``start``."""
+    runs: list[list[int]] = []
+    for token in _BARE_MATH_TOKEN.finditer(text, start):
+        if runs and runs[-1][1] == token.start():
+            runs[-1][1] = token.end()
+        else:
+            runs.append([token.start(), token.end()])
+    for begin, end in reversed(runs):
+        run = text[begin:end]
+        if re.search(r"\\[a-zA-Z]{2}", run):
+            return [(end, run.strip())]
+    return []

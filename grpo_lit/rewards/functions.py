@@ -1,8 +1,8 @@
 """Built-in reward functions, and user functions by import path.
 
-A reward function is called as ``function(prompts=..., completions=..., **columns)`` with lists of N entries, and
-returns N numbers; None abstains: that row is left to the other functions, or stays out of its group. Columns are those
-of the data set; a function without ``**kwargs`` gets only those that it names.
+A reward function is called as ``function(prompts=..., completions=..., **columns)`` with lists of N entries,
+and returns N numbers; None abstains: that row is left to the other functions, or stays out of its group.
+Columns are those of the data set; a function without ``**kwargs`` gets only those that it names.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class RewardResult(list["float | None"]):
 
 
 def gold_text(value: Any) -> str | None:
-    """The gold answer of a data set's column as text: numbers, and lists of answers, become what `verify_math` reads.
+    """A gold answer as text: numbers and lists of answers become what `verify_math` reads.
 
     >>> gold_text(27.0), gold_text(["$1$", "$2$"]), gold_text(None)
     ('27', '$1$, $2$', None)
@@ -92,14 +92,15 @@ class MathAccuracy:
 
 
 def math_accuracy(prompts: Sequence[str], completions: Sequence[str], answer: Sequence[Any]) -> RewardResult:
-    """1 for a right final answer, 0 otherwise; column ``answer``. `MathAccuracy` has the same with other values."""
+    """1 for a right final answer, 0 otherwise; column ``answer``. For other values: `MathAccuracy`."""
     return _MATH_ACCURACY(prompts, completions, answer)
 
 
 def think_format(prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
     """1 for ``<think>reasoning</think>`` and then an answer, both not empty and each tag once; 0 otherwise.
 
-    The opening tag may be missing: a chat template that ends its prompt with it takes it out of the completion.
+    The opening tag may be missing: a chat template that ends its prompt with it takes it out of the
+    completion.
     """
     return [float(_is_well_formed(completion)) for completion in completions]
 
@@ -110,7 +111,7 @@ def _is_well_formed(completion: str) -> bool:
 
 
 def boxed_format(prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
-    r"""1 if the answer, outside of any thinking, holds a closed ``\boxed{...}`` that isn't empty; 0 otherwise."""
+    r"""1 if a closed ``\boxed{...}`` that isn't empty stands outside of any thinking; 0 otherwise."""
     rewards = []
     for completion in completions:
         visible = visible_text(completion)
@@ -119,11 +120,17 @@ def boxed_format(prompts: Sequence[str], completions: Sequence[str]) -> list[flo
     return rewards
 
 
+def exact_match(prompts: Sequence[str], completions: Sequence[str], answer: Sequence[Any]) -> list[float]:
+    """1 if the completion is the text in the column ``answer``, to the last space; 0 otherwise."""
+    return [float(completion == gold) for completion, gold in zip(completions, answer, strict=True)]
+
+
 _MATH_ACCURACY = MathAccuracy()
 BUILT_IN_REWARDS: dict[str, RewardFunction] = {
     "math_accuracy": math_accuracy,
     "think_format": think_format,
     "boxed_format": boxed_format,
+    "exact_match": exact_match,
 }
 
 
@@ -131,9 +138,9 @@ def resolve_reward(name: str | RewardFunction, *, argument: str = "model.rewards
     """The reward function of a name.
 
     Args:
-        name: a built-in name, an import path ``my_pkg.mod.fn`` or ``my_pkg.mod:fn``, or a callable, which is returned
-            as it is. The path may lead to a class, which is then made without arguments. Modules of the current folder
-            are found too.
+        name: a built-in name, an import path ``my_pkg.mod.fn`` or ``my_pkg.mod:fn``, or a callable, which is
+            returned as it is. The path may lead to a class, which is then made without arguments. Modules of
+            the current folder are found too.
         argument: how the user calls the setting; for the error.
 
     Raises:

@@ -1,10 +1,10 @@
-"""Whether two single values are the same answer: words, numbers in a base, quantities with units, and plain numbers.
+"""Whether two single values are the same answer: words, numbers in a base, quantities, plain numbers.
 
 The policies are these (units and percent: see `grpo_lit.rewards.units`):
 
 * words are compared without case and leading article; ``five`` is 5, ``5 million`` is 5000000;
-* a decimal is what it says: 0.3333 isn't 1/3 and 3.14159 isn't pi. Only one with ten significant digits or more, as
-  printed by a program, answers an exact gold that it rounds;
+* a decimal is what it says: 0.3333 isn't 1/3 and 3.14159 isn't pi. Only one with ten significant digits or
+  more, as printed by a program, answers an exact gold that it rounds;
 * a base written as a subscript must agree, but may be left out: ``52`` answers gold ``52_8``.
 """
 
@@ -15,8 +15,9 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Protocol
 
-from .algebra import MAX_CHARS, TooLarge, Value
+from .algebra import TooLarge, Undecided, Value
 from .normalize import canonical
+from .reader import MAX_CHARS, read
 from .units import PERCENT, split_unit, unit_named
 
 LONG_DECIMAL_DIGITS = 10
@@ -29,8 +30,8 @@ _SCALE = re.compile(
     r"(-?\$? ?[0-9][0-9.]*) ?(?:\\text\{ ?)?(hundred|thousand|million|billion|trillion)(?: |\}|$)(.*)"
 )
 _SCALES = {"hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
-_SMALL = "zero one two three four five six seven eight nine ten eleven twelve".split()
-_NUMBER_WORDS = {word: str(value) for value, word in enumerate(_SMALL)}
+_NUMBER_WORDS = dict(zero="0", one="1", two="2", three="3", four="4", five="5", six="6")
+_NUMBER_WORDS |= dict(seven="7", eight="8", nine="9", ten="10", eleven="11", twelve="12")
 
 
 class Oracle(Protocol):
@@ -41,6 +42,36 @@ class Oracle(Protocol):
 
     def ratio(self, gold: str, answer: str) -> int | None:
         """Sign of the constant c in ``gold = c * answer``; 0 if there is no such constant."""
+
+
+class ExactOracle:
+    """Exact algebra in this process; see `grpo_lit.rewards.algebra`."""
+
+    def equal(self, gold: str, answer: str) -> bool | None:
+        """Whether both are the same value; None if one of them isn't exact algebra."""
+        left, right = _read_both(gold, answer)
+        if left is None or right is None:
+            return None
+        return left.same_as(right) or rounds(answer, left) or rounds(gold, right)
+
+    def ratio(self, gold: str, answer: str) -> int | None:
+        """Sign of the constant c in ``gold = c * answer``; 0 if there is no such constant."""
+        left, right = _read_both(gold, answer)
+        if left is None or right is None:
+            return None
+        ratio = left.ratio_to(right)
+        return 0 if ratio is None else 1 if ratio > 0 else -1
+
+
+def _read_both(*texts: str) -> list[Value | None]:
+    # Both, even if the first can't be read: what is too large must be found here, not in the worker.
+    values: list[Value | None] = []
+    for text in texts:
+        try:
+            values.append(read(text))
+        except Undecided:
+            values.append(None)
+    return values
 
 
 def plain_number(text: str) -> Fraction | None:
@@ -166,12 +197,18 @@ def check_size(text: str) -> None:
         raise TooLarge(f"an expression of {len(text)} characters")
     if re.search(r"[0-9]{400}", text):
         raise TooLarge("a number of hundreds of digits")
-    depth = deepest = 0
-    for character in text:
-        depth += (character in "([{") - (character in ")]}")
-        deepest = max(deepest, depth)
-    if deepest > 25:
+    depth = powers = 0
+    groups: list[bool] = []  # for each open bracket: is it a power's?
+    for index, character in enumerate(text):
+        if character in "([{":
+            groups.append(text[:index].rstrip().endswith(("^", "**")))
+        elif character in ")]}" and groups:
+            groups.pop()
+        depth, powers = max(depth, len(groups)), max(powers, sum(groups))
+    if depth > 15:
         raise TooLarge("deep nesting")
+    if powers > 2:
+        raise TooLarge("powers of powers of powers")
     if re.search(r"(?:\^|\*\*)[ {(]*-?[0-9]{5}|[0-9]{5} ?!|! ?\)* ?!|\)[ }]*!\)*\^", text):
         raise TooLarge("a huge power or factorial")
     if re.search(r"(?:\^|\*\*)[ {(]*[0-9.]+[ })]*(?:\^|\*\*|!)[ {(]*[0-9]", text):

@@ -1,7 +1,7 @@
 """Brings an answer's text to one spelling: Unicode to LaTeX, and LaTeX to its plain forms.
 
-Pure string work, linear in the length of the text, with no knowledge of what the answer means. The worker process
-loads this file too, so it imports nothing but the standard library.
+Pure string work, linear in the length of the text, with no knowledge of what the answer means. The worker
+process loads this file too, so it imports nothing but the standard library.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ def _pairs(keys: str, values: list[str]) -> dict[int, str]:
 
 _RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ", "0123456789-+n")
 _LOWERED = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
+_GREEK = ["pi", "theta", "alpha", "beta", "gamma", "lambda", "mu", "omega", "phi"]
+_VULGAR = ["12", "13", "23", "14", "34", "15", "18"]
 _INVISIBLE = [*range(0x09), 0x0B, *range(0x0E, 0x20), *range(0x7F, 0xA0), 0xAD, 0x061C, 0x180E, 0xFEFF]
 _INVISIBLE += [*range(0x200B, 0x2010), *range(0x202A, 0x202F), *range(0x2060, 0x2070), *range(0xFE00, 0xFE10)]
 _CHARACTERS: dict[int, str | None] = {
@@ -25,8 +27,8 @@ _CHARACTERS: dict[int, str | None] = {
     **_pairs("×⋅·∙÷∗∕⁄", [r"\times ", r"\cdot ", r"\cdot ", r"\cdot ", "/", "*", "/", "/"]),
     **_pairs("≤≥⩽⩾≠≈≡", [r"\le ", r"\ge ", r"\le ", r"\ge ", r"\ne ", r"\approx ", r"\equiv "]),
     **_pairs("∞∪∩∈±∨∧", [r"\infty ", r"\cup ", r"\cap ", r"\in ", r"\pm ", " or ", " and "]),
-    **_pairs("πθαβγλμωφ", [f"\\{name} " for name in "pi theta alpha beta gamma lambda mu omega phi".split()]),
-    **_pairs("½⅓⅔¼¾⅕⅛", [f"\\frac{{{n[0]}}}{{{n[1]}}}" for n in "12 13 23 14 34 15 18".split()]),
+    **_pairs("πθαβγλμωφ", [rf"\{name} " for name in _GREEK]),
+    **_pairs("½⅓⅔¼¾⅕⅛", [rf"\frac{{{n[0]}}}{{{n[1]}}}" for n in _VULGAR]),
     **_pairs("ℝ′’‘“”。，：∶", [r"\mathbb{R}", "'", "'", "'", '"', '"', ".", ",", ":", ":"]),
 }
 _ROOT_SIGN = re.compile(r"√\s*([0-9]+|[a-zA-Z]|\{[^{}]*\}|\([^()]*\))")
@@ -38,7 +40,9 @@ _JOINED_DIGITS = re.compile(
     r"|(?<=[0-9]),(?:\\!\s*)+(?=[0-9])"  # 1,\!000
     r"|(?<=[0-9])(?:\\[,!;: ]|~)(?=[0-9]{3}(?![0-9]))"  # 1\,000
 )
-_SPACING = re.compile(r"(?<!\\)\\[,;:!> ()\[\]]|\\(?:quad|qquad|displaystyle|textstyle|limits|hfill|newline)|[~\s]")
+_SPACING = re.compile(
+    r"(?<!\\)\\[,;:!> ()\[\]]|\\(?:quad|qquad|displaystyle|textstyle|limits|hfill|newline)|[~\s]"
+)
 _SIZED = re.compile(r"\\(?:left|right|[bB]igg?[lr]?|middle)(?![a-zA-Z])\s*(?:\.(?![0-9]))?")
 _FONTS = re.compile(
     r"\\(?:text|mathrm|textrm|mathbf|textbf|mathit|textit|mathsf|mbox|hbox|operatorname|mathtt|texttt|textnormal"
@@ -102,8 +106,8 @@ def without_emphasis(text: str) -> str:
 def normalise(text: str) -> str:
     r"""One spelling for one answer: no delimiters, sizes or fonts; known commands under one name.
 
-    Words in a text command stay marked as ``\text{...}``, a dollar sign that is left is a currency, and ``°`` stands
-    for degrees.
+    Words in a text command stay marked as ``\text{...}``, a dollar sign that is left is a currency, and ``°``
+    stands for degrees.
 
     >>> normalise(r"$\left(\dfrac{1}{2},\; 1{,}000\right)$.")
     '(\\frac{1}{2}, 1000)'

@@ -1,7 +1,7 @@
 """Worker processes that judge what exact algebra can't, and can be killed.
 
-Nothing here uses signals or threads of its own, so it works from any thread of any process: workers are lent under a
-lock and awaited with a selector. After a fork the child starts workers of its own.
+Nothing here uses signals or threads of its own, so it works from any thread of any process: workers are lent
+under a lock and awaited with a selector. After a fork the child starts workers of its own.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from grpo_lit.errors import SystemFault, UserError
+from grpo_lit.rewards.worker import OUT_OF_MEMORY
 
 MEMORY_BYTES = 3 << 30
 START_LIMIT_S = 120.0
@@ -148,6 +149,8 @@ class _Worker:
         seconds = time.monotonic() - self.sent
         if status in (None, -signal.SIGALRM, -getattr(signal, "SIGXCPU", 0)):
             return Reply("timeout", f"no verdict within {self.timeout_s:g} s", seconds)
+        if status == OUT_OF_MEMORY:
+            return Reply("crashed", "the worker process ran out of memory", seconds)
         return Reply("crashed", f"the worker process ended with status {status}", seconds)
 
     def _write(self, message: dict[str, Any]) -> None:

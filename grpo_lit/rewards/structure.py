@@ -1,7 +1,7 @@
-r"""Reads the shape of an answer: list, tuple, interval, set, union, relation, equation, matrix, ratio or one value.
+r"""Reads an answer's shape: list, tuple, interval, set, union, relation, equation, matrix, ratio or value.
 
-The leaves stay text; `compare` says when two shapes with two leaves are the same answer. Reading never fails: what has
-no known shape is one leaf.
+The leaves stay text; `compare` says when two shapes with two leaves are the same answer. Reading never fails:
+what has no known shape is one leaf.
 """
 
 from __future__ import annotations
@@ -93,7 +93,8 @@ _OPEN, _CLOSE = "([{", ")]}"
 _NAME = re.compile(
     r"\\?[a-zA-Z]+'*(?:_(?:\{[^{}]*\}|[0-9a-zA-Z]))?'*"  # x, x_1, \theta, Area, AB
     r"|\\?[a-zA-Z]+(?:_\{?[0-9a-zA-Z]+\}?)?\([^()=<>+*/]*\)"  # f(x), P(A \cup B)
-    r"|\|[a-zA-Z]+\||\\(?:overline|angle|triangle|hat|bar|vec|dot|text) ?\{?[^{}=]*\}?|[mn]?\\angle ?[A-Z0-9]+"
+    r"|\|[a-zA-Z]+\||\\(?:overline|angle|triangle|hat|bar|vec|dot|text) ?\{?[^{}=]*\}?"
+    r"|m\\angle ?[A-Z0-9]+"
     r"|\\frac\{[a-zA-Z]+\}\{[a-zA-Z]+\}|[A-Z]+ ?/ ?[A-Z]+"
     r"|\((?:[a-zA-Z](?:_[0-9])?,? ?)+\)"  # (x, y)
     r"|[a-zA-Z]+(?: [a-zA-Z]+){1,4}"  # Total cost
@@ -101,7 +102,7 @@ _NAME = re.compile(
 
 
 def is_name(text: str) -> bool:
-    r"""Whether a left side only says what is asked for: ``x``, ``f(n)``, ``|AB|``, ``(p,q)``, ``\frac{NO}{BO}``."""
+    r"""Whether a left side only says what is asked: ``x``, ``f(n)``, ``|AB|``, ``\frac{NO}{BO}``."""
     return _NAME.fullmatch(text.strip()) is not None
 
 

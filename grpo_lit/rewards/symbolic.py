@@ -1,26 +1,33 @@
-"""What exact algebra can't decide: SymPy on values, and Math-Verify on whole answers. Runs in the worker process only.
+"""What exact algebra can't decide: SymPy on values, Math-Verify on whole answers. For the worker process.
 
-Values are compared by evaluating both to 30 digits at fixed points instead of by `simplify`: two expressions that agree
-at several unrelated points are the same function for all practical purposes, two that differ at one are not (Schwartz
-1980, Zippel 1979, for polynomials), and it takes milliseconds. Positive points come first, so that sqrt(1/n) equals
-1/sqrt(n); negative ones count where both sides are real there, so that |x| isn't x.
+Values are compared by evaluating both to 50 digits at fixed points instead of by `simplify`: two expressions
+that agree at several unrelated points are the same function for all practical purposes, two that differ at
+one are not (Schwartz 1980, Zippel 1979, for polynomials), and it takes milliseconds. Positive points come
+first, so that sqrt(1/n) equals 1/sqrt(n); negative ones count where both sides are real there, so that |x|
+isn't x.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
-import sympy
+import mpmath  # type: ignore[import-untyped]
+import sympy  # type: ignore[import-untyped]
 from latex2sympy2_extended import NormalizationConfig, latex2sympy
 from latex2sympy2_extended.latex2sympy2 import ConversionConfig
 from math_verify import verify
 
-from .compare import ExactOracle, same_answer
-from .leaves import LONG_DECIMAL_DIGITS, check_size, plain_number
+from .compare import same_answer
+from .leaves import LONG_DECIMAL_DIGITS, ExactOracle, check_size, plain_number
 
-DIGITS = 30
-_SAME = sympy.Float(10) ** -15
+DIGITS = 50
+_SAME = mpmath.mpf(10) ** -30
+_NEARLY_SAME = (
+    mpmath.mpf(10) ** -12
+)  # where a decimal became a float of 15 digits, or a value is found by quadrature
+_APPROXIMATE = (sympy.Float, sympy.Integral, sympy.Sum, sympy.Product, sympy.Limit, sympy.Derivative)
 _NORMALIZATION = NormalizationConfig(
     basic_latex=True, units=False, malformed_operators=False, nits=False, boxed="none", equations=False
 )
@@ -35,7 +42,8 @@ _WHOLE_ONLY = (
     sympy.Sum,
     sympy.Product,
 )
-# Unrelated fractions; the last two points are negative. Of each row, variable number j takes entry j (cyclically).
+# Unrelated fractions; the last two points are negative. Of each row, variable number j takes entry j
+# (cyclically).
 _POINTS = [
     [sympy.Rational(a, b) for a, b in row]
     for row in (
@@ -76,6 +84,7 @@ def parse(text: str) -> Any:
     text = re.sub(r"\\frac ?(\{[^{}]*\}) ?([0-9a-z])", r"\\frac\1{\2}", text)
     text = re.sub(r"(\^|\\sqrt) ?\(([^()]*)\)", r"\1{\2}", text)
     text = re.sub(r"\\sqrt ?([0-9a-z])", r"\\sqrt{\1}", text)
+    text = re.sub(r"([0-9a-z]|\([^()]*\)) ?! ?\^", r"(\1!)^", text)
     try:
         parsed = latex2sympy(text, normalization_config=_NORMALIZATION, conversion_config=_CONVERSION)
     except Exception as error:  # the parser raises bare Exception
@@ -107,7 +116,10 @@ class SymbolicOracle:
         if values is None:
             return None
         tolerance = max(_tolerance(gold), _tolerance(answer))
-        return all(abs(a - b) <= max(_SAME * max(abs(a), abs(b)), tolerance) for a, b in values)
+        same = _NEARLY_SAME if any(expression.has(*_APPROXIMATE) for expression in pair) else _SAME
+        return all(
+            abs(a - b) <= max(same * max(abs(a), abs(b), mpmath.mpf(10) ** -20), tolerance) for a, b in values
+        )
 
     def ratio(self, gold: str, answer: str) -> int | None:
         """Sign of the constant c in ``gold = c * answer``; 0 if there is no such constant."""
@@ -119,10 +131,10 @@ class SymbolicOracle:
         if values is None or any(abs(b) < _SAME for _, b in values):
             return None
         ratios = [a / b for a, b in values]
-        constant = all(abs(r - ratios[0]) <= 1000 * _SAME * abs(ratios[0]) for r in ratios)
-        if not constant or not ratios[0].is_real or abs(ratios[0]) < _SAME:
+        constant = all(abs(r - ratios[0]) <= _NEARLY_SAME * abs(ratios[0]) for r in ratios)
+        if not constant or mpmath.im(ratios[0]) or abs(ratios[0]) < _SAME:
             return 0
-        return 1 if ratios[0] > 0 else -1
+        return 1 if mpmath.re(ratios[0]) > 0 else -1
 
     def _expressions(self, gold: str, answer: str) -> tuple[sympy.Expr, sympy.Expr] | None:
         found = []
@@ -141,26 +153,24 @@ def _tolerance(text: str) -> Any:
     number = text if plain_number(text) is not None else ""
     digits = number.lstrip("+-0.").replace(".", "")
     places = len(number.partition(".")[2])
-    return sympy.Float(10) ** -places if places and len(digits) >= LONG_DECIMAL_DIGITS else sympy.Float(0)
+    return mpmath.mpf(10) ** -places if places and len(digits) >= LONG_DECIMAL_DIGITS else mpmath.mpf(0)
 
 
 def _values(gold: sympy.Expr, answer: sympy.Expr) -> list[tuple[Any, Any]] | None:
     """Both expressions at the points where both are numbers; None if there are too few to tell."""
     symbols = sorted(gold.free_symbols | answer.free_symbols, key=str)
-    if not symbols:
-        pair = (_number(gold), _number(answer))
-        return None if None in pair else [pair]
-    whole = gold.has(*_WHOLE_ONLY) or answer.has(*_WHOLE_ONLY) or _has_signs(gold) or _has_signs(answer)
+    functions = [_numeric(expression, symbols) for expression in (gold, answer)]
+    whole = any(expression.has(*_WHOLE_ONLY) or _has_signs(expression) for expression in (gold, answer))
     found = []
-    for row in _WHOLE_POINTS if whole else _POINTS:
-        point = {symbol: row[j % len(row)] + j // len(row) for j, symbol in enumerate(symbols)}
-        left, right = _number(gold.xreplace(point)), _number(answer.xreplace(point))
+    for row in (_WHOLE_POINTS if whole else _POINTS) if symbols else [[sympy.Integer(1)]]:
+        point = [row[j % len(row)] + j // len(row) for j in range(len(symbols))]
+        left, right = (function(point) for function in functions)
         if left is None or right is None:
             continue
-        if min(row) < 0 and not (left.is_real and right.is_real):
+        if min(row) < 0 and (mpmath.im(left) or mpmath.im(right)):
             continue
         found.append((left, right))
-    return found if len(found) >= 2 else None
+    return found if len(found) >= (2 if symbols else 1) else None
 
 
 def _has_signs(expression: sympy.Expr) -> bool:
@@ -168,15 +178,30 @@ def _has_signs(expression: sympy.Expr) -> bool:
     return any(p.base.is_negative and p.exp.free_symbols for p in expression.atoms(sympy.Pow))
 
 
-def _number(expression: sympy.Expr) -> Any:
+def _numeric(expression: sympy.Expr, symbols: list[sympy.Symbol]) -> Callable[[list[Any]], Any]:
+    """The expression as a function of numbers in mpmath; it gives None where it has no finite value.
+
+    One pass of straight arithmetic: `evalf` raises its precision as it goes, which takes for ever on nested
+    logarithms.
+    """
     try:
-        value = sympy.N(expression, DIGITS, chop=True, maxn=200)
-    except (ArithmeticError, ValueError, TypeError, AttributeError, NotImplementedError):
-        return None
-    finite = value.is_number and value.is_finite and not value.has(sympy.nan, sympy.zoo, sympy.Function)
-    return (
-        value if finite and all(part.is_Float or part.is_Integer for part in value.as_real_imag()) else None
-    )
+        function = sympy.lambdify(symbols, expression, modules="mpmath")
+    except Exception:  # printers raise whatever they like for objects that they don't know
+        return lambda point: None
+
+    def evaluate(point: list[Any]) -> Any:
+        with mpmath.workdps(DIGITS):
+            try:
+                value = mpmath.mpmathify(function(*(mpmath.mpf(x.p) / x.q for x in point)))
+            except MemoryError:
+                raise
+            except Exception:  # undefined functions, poles, overflow: no number here
+                return None
+            if not mpmath.isfinite(value):
+                return None
+            return value if abs(mpmath.im(value)) > _SAME * abs(value) else mpmath.re(value)
+
+    return evaluate
 
 
 def judge(gold: str, answer: str) -> tuple[bool | None, str]:

@@ -3,10 +3,11 @@
 Policy, chosen so that a right number isn't lost to how it was dressed, and a wrong one isn't saved by it:
 
 * a unit on one side only is ignored: ``60 km/h`` answers gold ``60``;
-* two known units must measure the same thing, and are converted: ``1.5 hours`` answers gold ``90 minutes``, ``9 feet``
-  doesn't answer gold ``9 inches``;
+* two known units must measure the same thing, and are converted: ``1.5 hours`` answers gold ``90 minutes``,
+  ``9 feet`` doesn't answer gold ``9 inches``;
 * a unit that isn't in the table is ignored;
-* percent: with a sign on one side only, ``25`` and ``0.25`` both answer gold ``25%``, and ``25%`` answers both.
+* percent: with a sign on one side only, ``25`` and ``0.25`` both answer gold ``25%``, and ``25%`` answers
+  both.
 """
 
 from __future__ import annotations
@@ -16,23 +17,34 @@ from fractions import Fraction
 from typing import NamedTuple
 
 PERCENT = "percent"
-_MONEY = {"$": "usd", "€": "eur", "£": "gbp", "¥": "yen", "₹": "inr"}
-# One line per dimension: names in use and how many of the base unit they hold.
-_TABLE = """
-length: m meter metre=1 cm centimeter centimetre=1/100 mm millimeter millimetre=1/1000 km kilometer kilometre=1000 \
-  in inch=127/5000 ft foot feet=381/1250 yd yard=1143/1250 mi mile=201168/125
-mass: g gram=1 kg kilogram=1000 mg milligram=1/1000 lb pound lbs=45359237/100000 oz ounce=45359237/1600000 ton=1000000
-time: s sec second=1 min minute=60 h hr hour=3600 day=86400 week=604800 year yr=31557600 month=2629800
-volume: l liter litre=1 ml milliliter millilitre=1/1000 gallon gal=473176473/125000000
-angle: ° deg degree=1 rad radian=0
-usd: $ usd dollar buck=1 cent ¢=1/100
-eur: € eur euro=1
-gbp: £ gbp
-yuan: yuan rmb
-percent: % percent pct percentage=1
-energy: j joule=1 kj=1000
-speed: mph=44704/100000 kmph kph kmh=5/18
-"""
+# Of each dimension: names of a unit, and how many of the base unit it holds.
+_TABLE: dict[str, dict[str, str]] = {
+    "length": {
+        "m meter metre": "1",
+        "cm centimeter centimetre": "1/100",
+        "mm millimeter millimetre": "1/1000",
+    }
+    | {"km kilometer kilometre": "1000", "in inch": "127/5000", "ft foot feet": "381/1250"}
+    | {"yd yard": "1143/1250", "mi mile": "201168/125"},
+    "mass": {"g gram": "1", "kg kilogram": "1000", "mg milligram": "1/1000", "ton": "1000000"}
+    | {"lb lbs pound": "45359237/100000", "oz ounce": "45359237/1600000"},
+    "time": {"s sec second": "1", "min minute": "60", "h hr hour": "3600", "day": "86400", "week": "604800"}
+    | {"month": "2629800", "yr year": "31557600"},
+    "volume": {
+        "l liter litre": "1",
+        "ml milliliter millilitre": "1/1000",
+        "gal gallon": "473176473/125000000",
+    },
+    "angle": {"° deg degree": "1"},
+    "radians": {"rad radian": "1"},
+    "usd": {"$ usd dollar buck": "1", "¢ cent": "1/100"},
+    "eur": {"€ eur euro": "1"},
+    "gbp": {"£ gbp": "1"},
+    "yuan": {"yuan rmb": "1"},
+    PERCENT: {"% percent pct percentage": "1"},
+    "energy": {"j joule": "1", "kj": "1000"},
+    "speed": {"kmph kph kmh": "5/18", "mph": "44704/100000"},
+}
 
 
 class Unit(NamedTuple):
@@ -42,23 +54,12 @@ class Unit(NamedTuple):
     factor: Fraction
 
 
-def _read_table() -> dict[str, Unit]:
-    units = {}
-    for line in _TABLE.replace("\\\n", "").strip().splitlines():
-        dimension, _, entries = line.partition(":")
-        names: list[str] = []
-        for word in entries.split():
-            name, equals, factor = word.partition("=")
-            names.append(name)
-            if equals:
-                units |= {n: Unit(((dimension, 1),), Fraction(factor)) for n in names}
-                names = []
-        units |= {n: Unit(((dimension, 1),), Fraction(1)) for n in names}
-    # 0 marks a unit that can't be converted exactly: a dimension of its own.
-    return {n: Unit(((n, 1),), Fraction(1)) if u.factor == 0 else u for n, u in units.items()}
-
-
-_UNITS = _read_table()
+_UNITS = {
+    name: Unit(((dimension, 1),), Fraction(factor))
+    for dimension, units in _TABLE.items()
+    for names, factor in units.items()
+    for name in names.split()
+}
 _NUMBER = r"-?(?:[0-9][0-9,]*(?:\.[0-9]*)?|\.[0-9]+)(?:/[0-9]+)?"
 _MONEY_IN_FRONT = re.compile(r"(-?) ?(?:([$€£¥₹])|(?:US|USD|Rs\.?) ?(?=[0-9$])\$?) ?(.+)")
 _TEXT_AT_END = re.compile(r"((?: ?[/·]? ?\\text\{[^{}]*\}(?: ?\^ ?\{?-?[0-9]\}?)?)+)$")
@@ -132,10 +133,5 @@ def split_unit(text: str) -> tuple[str, str | None]:
 
 
 def _is_unit_like(words: str) -> bool:
-    """Anything but a product of variables: after a plain number two letters or more, or one that is a known unit."""
+    """Anything but a product of variables: three letters or more, or a unit that is in the table."""
     return len(words) > 2 or words.lower() in _UNITS
-
-
-def money_sign(unit: str) -> str:
-    """Name in the table of a currency sign."""
-    return _MONEY.get(unit, unit)

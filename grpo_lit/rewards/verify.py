@@ -1,7 +1,8 @@
 """`verify_math`: is this response's final answer the gold answer?
 
-Three steps, each cheaper than the next and each only when needed: find the final answer (`grpo_lit.rewards.extract`),
-compare exactly in this process (`compare`, `algebra`), and ask SymPy and Math-Verify in a worker process (`pool`).
+Three steps, each cheaper than the next and each only when needed: find the final answer
+(`grpo_lit.rewards.extract`), compare exactly in this process (`compare`, `algebra`), and ask SymPy and
+Math-Verify in a worker process (`pool`).
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ from typing import Literal, NamedTuple
 
 from grpo_lit.errors import UserError
 from grpo_lit.rewards.algebra import TooLarge
-from grpo_lit.rewards.compare import ExactOracle, is_several, same_answer
+from grpo_lit.rewards.compare import is_several, same_answer
 from grpo_lit.rewards.extract import final_answer, gold_answer
-from grpo_lit.rewards.leaves import check_size
+from grpo_lit.rewards.leaves import ExactOracle, check_size
 from grpo_lit.rewards.normalize import normalise
+from grpo_lit.rewards.phrases import is_yes_or_no
 from grpo_lit.rewards.pool import Job, Reply, WorkerPool, check_timeout
 
 VerdictKind = Literal["correct", "wrong", "unparsable", "timeout", "crashed"]
@@ -36,8 +38,9 @@ class Verdict:
     """What became of one response.
 
     Attributes:
-        kind: ``unparsable``: no final answer, or one that can't be read or is too large to evaluate. ``timeout`` and
-            ``crashed``: the worker process ran out of time, or died. All but ``correct`` count as not right.
+        kind: ``unparsable``: no final answer, or one that can't be read or is too large to evaluate.
+            ``timeout`` and ``crashed``: the worker process ran out of time, or died. All but ``correct``
+            count as not right.
         extracted: the final answer as written; None if there is none.
         reason: why, in words.
         source: where the answer was found ("boxed", "####", ...).
@@ -143,9 +146,11 @@ class VerifierPool:
 def _exact_verdict(response: str, gold: str) -> tuple[Verdict, Job | None]:
     """A verdict, or with a job one that is still to be completed by a worker."""
     found = final_answer(response)
+    wanted, several = _prepared_gold(gold)
+    if found.opening and is_yes_or_no(wanted):
+        found = replace(found, text=found.opening, source="whole response")
     if found.text is None:
         return Verdict("unparsable", None, found.reason), None
-    wanted, several = _prepared_gold(gold)
     text = found.joined if found.joined and several else found.text
     verdict = Verdict("wrong", text, "", found.source, "exact")
     if not wanted:
@@ -191,7 +196,7 @@ def replace_seconds(reply: Reply) -> Reply:
 
 
 class _Cache:
-    """The worker's latest replies. A timeout is remembered for calls that allow no more time; a crash isn't."""
+    """The worker's latest replies. A timeout counts for calls that allow no more time; a crash isn't kept."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -230,12 +235,14 @@ def default_pool() -> VerifierPool:
 def verify_math(response: str, gold: str, *, timeout_s: float = 5.0) -> Verdict:
     r"""Whether the final answer of a response is the gold answer.
 
-    Works from any thread and uses no signals in this process. Most verdicts take well under a millisecond; only what
-    needs a computer algebra system goes to a worker process, which is killed when it exceeds its time or memory.
+    Works from any thread and uses no signals in this process. Most verdicts take well under a millisecond;
+    only what needs a computer algebra system goes to a worker process, which is killed when it exceeds its
+    time or memory.
 
     Args:
         response: what the model wrote, thinking included.
-        gold: plain text, ``#### 72``, ``\boxed{...}``, ``$...$``, LaTeX, or a solution that ends in one of these.
+        gold: plain text, ``#### 72``, ``\boxed{...}``, ``$...$``, LaTeX, or a solution that ends in one of
+        these.
         timeout_s: longest time for the worker, counted from when it has read the question.
 
     Raises:

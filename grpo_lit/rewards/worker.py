@@ -1,31 +1,28 @@
 """The worker process: reads one request a line, answers one line, and never outlives its parent.
 
-Started as a script by `grpo_lit.rewards.pool`, so that neither the package's ``__init__`` nor torch nor the user's main
-module is imported. The clock of a request starts here, once it has been read; when it runs out the kernel ends the
-process (SIGALRM with its default action), even from within a C loop that no Python handler could interrupt. Limits on
-CPU time and memory stand behind it.
+Started as a script by `grpo_lit.rewards.pool`, so that neither the package's ``__init__`` nor torch nor the
+user's main module is imported. The clock of a request starts here, once it has been read; when it runs out
+the kernel ends the process (SIGALRM with its default action), even from within a C loop that no Python
+handler could interrupt. Limits on CPU time and memory stand behind it.
 
-Requests: ``{"gold": str, "answer": str, "timeout_s": float}``. Answers: ``{"correct": bool | null, "reason": str,
-"seconds": float}``; null means that the answer couldn't be read.
+Requests: ``{"gold": str, "answer": str, "timeout_s": float}``. Answers: ``{"correct": bool | null, "reason":
+str, "seconds": float}``; null means that the answer couldn't be read.
 """
 
 from __future__ import annotations
-
-import sys
-
-_HERE = sys.path[0]
-if __name__ == "__main__":
-    # Python put this folder first on the path; its files must not pass for top-level modules.
-    del sys.path[0]
 
 import importlib
 import json
 import os
 import signal
+import sys
 import threading
 import time
 import types
 from typing import Any
+
+OUT_OF_MEMORY = 77
+"""Exit status of a worker that met its memory limit."""
 
 
 def _limit(name: str, amount: int) -> None:
@@ -73,8 +70,8 @@ def main() -> None:
     os.dup2(2, 1)  # what a library prints must not mix with the answers
     setup = json.loads(requests.readline())
     threading.Thread(target=_leave_with_parent, args=(setup["parent"],), daemon=True).start()
-    sys.path[:] = setup["path"]
-    judge, too_large = _load_judge(_HERE)
+    sys.path[:] = setup["path"]  # the parent's, and no longer this file's own folder first
+    judge, too_large = _load_judge(os.path.dirname(os.path.abspath(__file__)))
     judge("\\sin(x)^2+\\cos(x)^2", "1")  # loads the parser's tables: start-up isn't an answer's time
     _limit("RLIMIT_CORE", 0)
     _limit("RLIMIT_AS", setup["memory_bytes"])
@@ -89,6 +86,10 @@ def main() -> None:
             correct, reason = None, f"refused to evaluate {error}"
         except RecursionError:
             correct, reason = None, "nested too deeply"
+        except MemoryError:
+            os._exit(OUT_OF_MEMORY)  # what is left may be in no state to go on
+        except Exception as error:  # SymPy on an odd expression: no reading of it, and no fault of the run's
+            correct, reason = None, f"SymPy raised {type(error).__name__}"
         seconds = time.perf_counter() - start
         _set_clock(0.0)
         answers.write(json.dumps({"correct": correct, "reason": reason, "seconds": seconds}).encode() + b"\n")
