@@ -73,6 +73,20 @@ def head_options(
     return HeadOptions(float(temperature), float(softcap or 0.0), rows, impl, narrow)
 
 
+def live_rows(live: Tensor, num_tokens: int | None) -> Tensor | None:
+    """Indices of the True entries of a flat mask; None if all are True.
+
+    Counting them waits for the device, once, unless the caller knows their number.
+    """
+    if num_tokens is None:
+        rows = live.nonzero().squeeze(-1)
+    elif num_tokens == live.numel():
+        return None
+    else:
+        rows = torch.nonzero_static(live, size=num_tokens).squeeze(-1)
+    return None if len(rows) == live.numel() else rows
+
+
 def default_chunk_rows(weight: Tensor, logits_dtype: torch.dtype) -> int:
     """Rows of logits to hold at a time: what fits a fixed number of bytes, in whole tiles of 64 rows."""
     budget = _CHUNK_BYTES["cuda" if weight.is_cuda else "cpu"]

@@ -38,6 +38,7 @@ from grpo_lit.kernels.head import (
     HeadOptions,
     gradient_buffer,
     head_options,
+    live_rows,
     project,
 )
 from grpo_lit.kernels.logit_rows import RowOptions, RowResults
@@ -53,6 +54,7 @@ def linear_logprobs(
     temperature: float = 1.0,
     softcap: float | None = None,
     mask: Tensor | None = None,
+    num_tokens: int | None = None,
     logits_dtype: torch.dtype | None = None,
     impl: str | None = None,
     chunk_rows: int | None = None,
@@ -72,6 +74,7 @@ def linear_logprobs(
         softcap: bound of the model's tanh cap on logits, > 0, or None.
         mask: (...) bool, True where the token counts. The others cost nothing, whatever their id, and get
             log-prob and entropy 0 and an exactly zero gradient. None: every token counts.
+        num_tokens: how many entries of ``mask`` are True, if the caller knows: saves a wait for the device.
         logits_dtype: dtype a chunk's logits are kept in: None for float32 (float64 for float64), or the weight's
             own, which halves their memory and rounds them as full 16-bit logits are rounded.
         impl: ``"triton"``, ``"torch"`` or None for the device's default.
@@ -101,7 +104,7 @@ def linear_logprobs(
     shape = completion_ids.shape
     rows = hidden.reshape(-1, hidden.shape[-1]).to(lm_head_weight.dtype)
     ids = completion_ids.reshape(-1)
-    kept = None if mask is None else mask.reshape(-1).nonzero().squeeze(-1)
+    kept = None if mask is None else live_rows(mask.reshape(-1), num_tokens)
     if kept is not None:
         rows, ids = rows.index_select(0, kept), ids.index_select(0, kept)
     trains = [t is not None and t.requires_grad for t in (rows, lm_head_weight, bias)]

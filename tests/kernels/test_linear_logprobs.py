@@ -88,6 +88,16 @@ def test_masked_tokens_cost_nothing_and_get_exact_zeros():
     assert poisoned.grad[mask].abs().min(-1).values.max() > 0
 
 
+@pytest.mark.parametrize("share", [0.6, 1.1])
+def test_a_known_number_of_tokens_changes_nothing(share):
+    hidden, weight, ids = _inputs(dtype=torch.float32)
+    mask = torch.rand(ids.shape, generator=torch.Generator().manual_seed(2)) < share
+    want = linear_logprobs(hidden, weight, ids, mask=mask)
+    got = linear_logprobs(hidden, weight, ids, mask=mask, num_tokens=int(mask.sum()))
+    assert torch.equal(got[0], want[0])
+    assert torch.equal(got[1], want[1])
+
+
 def test_every_row_masked():
     hidden, weight, ids = _inputs(dtype=torch.float32)
     hidden.requires_grad_()
