@@ -67,4 +67,5 @@ class WorldView(NamedTuple):
     def check_replicas(self, parameters: Sequence[tuple[str, nn.Parameter]], step: int) -> None:
         """Stop the run if the trainable weights differ between ranks."""
         if self.size > 1:
-            check_parameter_hash([parameter for _, parameter in parameters], step=step)
+            weights = [parameter for _, parameter in parameters]
+            check_parameter_hash(weights, step=step, device=weights[0].device)
