@@ -1,4 +1,4 @@
-"""`grpo-lit toy train` and `grpo-lit toy length`: tables on the terminal and a figure each."""
+"""`grpo-lit toy train`, `length` and `sharded`: small exact policies, tables on the terminal and figures."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from grpo_lit.errors import UserError
+from grpo_lit.toy.distributed import Layout, run_processes, sharded_run
 from grpo_lit.toy.length import LengthPolicy, LengthRow, length_tradeoff
 from grpo_lit.toy.train import ToyRun, train_toy
 
@@ -122,8 +123,44 @@ def toy_length(
     return rows
 
 
+def toy_sharded(
+    seeds: Sequence[int] = (0, 1, 2), processes: int = 2, layout: Layout = "split", updates: int = 100
+) -> list[float]:
+    """Trains the 24-logit policy in several processes, with one flat all-reduce per pass.
+
+    Every rank compares a hash of its weights with the others' after each step and stops if they differ.
+
+    Args:
+        seeds: one run each.
+        processes: of one gloo group on the CPU.
+        layout: "split" gives every rank a part of each group, "whole" gives it whole groups.
+        updates: rollouts a run.
+
+    Returns:
+        Exact probability of the right answer of each run.
+    """
+    if layout not in ("split", "whole"):
+        raise UserError("layout", layout, "split | whole")
+    for name, value in (("processes", processes), ("updates", updates), ("seeds", len(seeds))):
+        if value < 1:
+            raise UserError(name, value, "at least 1")
+    table = Table(title=f"Probability of the right answer, {processes} processes, {layout} groups")
+    for header in ("seed", "probability", "greedy right", "same on all ranks"):
+        table.add_column(header, justify="right")
+    figures = []
+    for seed in seeds:
+        results = run_processes(sharded_run, processes, seed, layout, updates)
+        success, greedy_right = results[0]
+        figures.append(success)
+        same = all(result == results[0] for result in results)
+        table.add_row(str(seed), f"{success:.6f}", "yes" if greedy_right else "no", "yes" if same else "no")
+    table.add_row("median", f"{median(figures):.6f}", "", "")
+    Console().print(table)
+    return figures
+
+
 def main(argv: Sequence[str]) -> int:
-    """Runs `train` or `length`.
+    """Runs `train`, `length` or `sharded`.
 
     Args:
         argv: arguments behind `grpo-lit toy`.
@@ -144,14 +181,22 @@ def main(argv: Sequence[str]) -> int:
     length.add_argument("--group_size", type=int, default=8, help="completions in a group")
     length.add_argument("--seed", type=int, default=12345)
     length.add_argument("--alphas", type=float, nargs="+", default=[0.0, 0.5, 1.0])
+    sharded = commands.add_parser("sharded", help="train the 24-logit policy in several processes")
+    sharded.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    sharded.add_argument("--processes", type=int, default=2)
+    sharded.add_argument("--layout", choices=["split", "whole"], default="split", help="groups over ranks")
+    sharded.add_argument("--updates", type=int, default=100, help="rollouts a run")
     for command in (train, length):
         command.add_argument("--output", type=Path, default=Path("toy"), help="folder of the figure")
     options = vars(parser.parse_args(list(argv)))
     try:
-        if options.pop("command") == "train":
+        command_name = options.pop("command")
+        if command_name == "train":
             toy_train(**options)
-        else:
+        elif command_name == "length":
             toy_length(**options)
+        else:
+            toy_sharded(**options)
     except UserError as error:
         print(error, file=sys.stderr)
         return error.exit_code

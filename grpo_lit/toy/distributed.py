@@ -132,6 +132,11 @@ def train_sharded(
     return policy.success(), policy.is_greedy_right()
 
 
+def sharded_run(rank: int, num_ranks: int, seed: int, layout: Layout, updates: int) -> tuple[float, bool]:
+    """`train_sharded` with positional arguments, as `run_processes` passes them on."""
+    return train_sharded(rank, num_ranks, seed, layout=layout, updates=updates)
+
+
 def run_processes(work: Callable[..., Any], num_ranks: int, *args: Any) -> list[Any]:
     """Runs work(rank, num_ranks, *args) in that many processes of one gloo group on the CPU.
 

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_lit.toy.distributed import local_counts, run_processes, train_sharded
+from grpo_lit.toy.cli import main, toy_sharded
+from grpo_lit.toy.distributed import local_counts
 from grpo_lit.toy.echo import EchoRollout
 from grpo_lit.toy.train import update
 
@@ -74,9 +75,14 @@ def test_shares_add_up() -> None:
     assert local_counts([7, 4, 1], "whole", 1, 2) == [0, 4, 0]
 
 
-def test_training_in_two_processes_learns() -> None:
-    results = run_processes(train_sharded, 2, 0)
-    assert results[0] == results[1]
-    success, greedy_right = results[0]
+def test_training_in_two_processes_learns(capsys: pytest.CaptureFixture[str]) -> None:
+    (success,) = toy_sharded(seeds=(0,))
     assert success > 0.95
-    assert greedy_right
+    out = capsys.readouterr().out
+    line = next(line for line in out.splitlines() if f"{success:.6f}" in line)
+    assert line.count("yes") == 2  # greedy right, same on all ranks
+
+
+def test_sharded_command_refuses_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sharded", "--processes", "0"]) == 2
+    assert "processes=0" in capsys.readouterr().err
