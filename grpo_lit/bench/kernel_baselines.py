@@ -1,10 +1,13 @@
-"""What the kernels are measured against: eager torch, kernels that aren't fused, and Liger and TRL if installed.
+"""What the kernels are measured against: eager torch, kernels that aren't fused, and Liger and TRL if
+installed.
 
 Nothing here is used in training. ``import`` this only where Triton may be imported.
 """
 
 from __future__ import annotations
 
+import importlib
+import sys
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -137,15 +140,24 @@ def installed(package: str) -> str | None:
         return None
 
 
-def liger_logits_loss() -> Callable[..., Tensor] | None:
-    """Liger's GRPO loss on logits (N, T + 1, V), with our weights on its per-token losses; None if not installed."""
+def _optional(module: str) -> Any:
+    """The module, or None where it or something it needs isn't installed."""
     try:
-        from liger_kernel.transformers.grpo_loss import triton_grpo_loss
-    except Exception:
+        return importlib.import_module(module)
+    except Exception as error:
+        if installed(module.split(".")[0].replace("_", "-")):
+            print(f"{module} is installed but can't be imported: {error}", file=sys.stderr)
+        return None
+
+
+def liger_logits_loss() -> Callable[..., Tensor] | None:
+    """Liger's GRPO loss on logits (N, T + 1, V), our weights on its per-token losses; None if missing."""
+    module = _optional("liger_kernel.transformers.grpo_loss")
+    if module is None:
         return None
 
     def loss(logits: Tensor, ids: Tensor, old: Tensor, advantages: Tensor, weights: Tensor) -> Tensor:
-        per_token = triton_grpo_loss(
+        per_token = module.triton_grpo_loss(
             logits,
             old,
             None,
@@ -167,17 +179,18 @@ def liger_logits_loss() -> Callable[..., Tensor] | None:
 
 def trl_head_loss() -> Callable[..., Tensor] | None:
     """TRL's chunked output layer under the eager token loss; None if TRL isn't installed."""
-    try:
-        from trl.kernels import ChunkedLogProbFunction
-        from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE as chunk
-    except Exception:
+    kernels, utils = _optional("trl.kernels"), _optional("trl.trainer.utils")
+    if kernels is None or utils is None:
         return None
+    chunk = utils._CHUNKED_LOGPROB_CHUNK_SIZE
 
     def loss(
         hidden: Tensor, weight: Tensor, ids: Tensor, old: Tensor, advantages: Tensor, weights: Tensor
     ) -> Tensor:
         rows = hidden.reshape(-1, hidden.shape[-1])
-        logp = ChunkedLogProbFunction.apply(rows, weight, None, ids.reshape(-1), 1.0, chunk, None, 1.0, ())[0]
+        logp = kernels.ChunkedLogProbFunction.apply(
+            rows, weight, None, ids.reshape(-1), 1.0, chunk, None, 1.0, ()
+        )[0]
         return eager_token_loss(logp.view(ids.shape), old, advantages, weights)
 
     return loss
@@ -185,11 +198,10 @@ def trl_head_loss() -> Callable[..., Tensor] | None:
 
 def liger_head_loss(weight: Tensor) -> Callable[..., Tensor] | None:
     """Liger's fused-linear GRPO loss (its own token mean); None if not installed."""
-    try:
-        from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
-    except Exception:
+    module = _optional("liger_kernel.chunked_loss")
+    if module is None:
         return None
-    fused = LigerFusedLinearGRPOLoss(beta=0.0, use_ref_model=False, loss_type="bnpo")
+    fused = module.LigerFusedLinearGRPOLoss(beta=0.0, use_ref_model=False, loss_type="bnpo")
 
     def loss(hidden: Tensor, ids: Tensor, old: Tensor, advantages: Tensor, weights: Tensor) -> Tensor:
         mask = (weights != 0).int()

@@ -177,7 +177,7 @@ def _modes(
 
 
 def _true_logits_gradient(x: Tensor, rows: Tensor, tokens: list[Tensor]) -> Tensor:
-    """(len(rows), V) gradient in float64 for logits ``x`` of those rows; ``tokens``: ids, old, advantages, weights."""
+    """(len(rows), V) gradient in float64, ``x`` their logits; ``tokens``: ids, old, advantages, weights."""
     ids, old, advantages, weights = tokens
     picked = [t.expand_as(old).flatten()[rows] for t in (ids, old, advantages[:, None], weights)]
     log_p = x.double().log_softmax(-1)
@@ -190,7 +190,8 @@ def _true_logits_gradient(x: Tensor, rows: Tensor, tokens: list[Tensor]) -> Tens
 def token_case(n: int, t: int, device: torch.device, *, compiled: bool, ragged: bool, sets: int) -> Case:
     """``grpo_token_loss`` and its rivals on n x t tokens; a call goes over several sets of inputs in turn.
 
-    The inputs of one call fit in a large second-level cache, so a call repeated on the same ones would time that.
+    The inputs of one call fit in a large second-level cache, so a call repeated on the same ones would time
+    that.
     """
     gen = torch.Generator(device).manual_seed(0)
     inputs = []

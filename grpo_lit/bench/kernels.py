@@ -1,7 +1,7 @@
 """``grpo-lit bench kernels``: the fused ops beside what they replace, checked against float64, then timed.
 
-All implementations of a size are timed in one run, in alternating order. On a machine without CUDA the same code
-runs at tiny sizes under Triton's interpreter; that shows that it works and measures nothing.
+All implementations of a size are timed in one run, in alternating order. On a machine without CUDA the same
+code runs at tiny sizes under Triton's interpreter; that shows that it works and measures nothing.
 """
 
 from __future__ import annotations
@@ -180,11 +180,11 @@ def _rows(case: Case, context: dict[str, object]) -> list[dict[str, object]]:
 
 
 def _table(case: Case, rows: list[dict[str, object]]) -> list[str]:
-    """The lines for the terminal: time and what it is relative to the floor and to our first implementation."""
+    """Lines for the terminal: times, and what they are relative to the floor and to ours."""
     ours = rows[0]["p50_ms"]
     lines = ["", f"{case.op}: {case.label}"]
-    lines.append(f"  {'implementation':24s} {'mode':9s} {'ms p20':>9s} {'p50':>9s} {'p80':>9s} {'/ floor':>8s} "
-                 f"{'/ ours':>7s} {'peak MiB':>9s} {'error':>8s}")  # fmt: skip
+    titles = " ".join(f"{title:>9s}" for title in ("ms p20", "p50", "p80"))
+    lines.append(f"  {'implementation':24s} {'mode':9s} {titles}  / floor  / ours  peak MiB    error")
     for row in rows:
         times = " ".join(f"{row[key]:9.4f}" for key in ("p20_ms", "p50_ms", "p80_ms"))
         floor = f"{row['over_floor']:8.3f}" if row["over_floor"] else " " * 8
@@ -205,7 +205,7 @@ def _write_csv(path: Path, rows: list[dict[str, object]]) -> None:
 
 
 def _plot(path: Path, device: torch.device, timer: Timer, context: dict[str, object]) -> None:
-    """Achieved bandwidth of ``fused_logits_grpo`` (one read, one write of the logits) against the vocabulary."""
+    """Bandwidth of ``fused_logits_grpo`` (one read, one write of the logits) against the vocabulary."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -60,7 +60,7 @@ class Timer:
                 candidate.samples.append(self._sample(candidate, hold) / candidate.divide)
 
     def bandwidth(self) -> float:
-        """Bytes per second that a large copy on the device moves, counting reads and writes; nan on the CPU."""
+        """Bytes per second that a large copy on the device reads and writes; nan on the CPU."""
         if not self.on_cuda:
             return float("nan")
         source = torch.randn(1 << 29, device=self.device)
@@ -70,7 +70,7 @@ class Timer:
         return 2 * source.numel() * 4 / copy.percentile(0.5) * 1e3
 
     def _warm_up(self, candidate: Candidate) -> int:
-        """Runs it three times; returns the cycles to hold the device for while the host queues a call."""
+        """Runs it three times; returns the cycles to hold the device while the host queues a call."""
         host = 0.0
         for _ in range(3):
             if candidate.prepare is not None:

@@ -1,12 +1,12 @@
 """Which tokens train: the most uncertain fraction of the whole batch.
 
 80/20 rule (2506.01939): the policy term acts only on the share rho of tokens with the highest entropy. With n
-counted tokens on all ranks, the threshold is the ceil(rho n)-th largest entropy and every token at or above it is
-kept, so ties at the threshold stay in together: a batch whose entropies are all equal keeps everything.
+counted tokens on all ranks, the threshold is the ceil(rho n)-th largest entropy and every token at or above
+it is kept, so ties at the threshold stay in together: a batch whose entropies are all equal keeps everything.
 
-The threshold is exact without gathering entropies. The bits of non-negative float32 numbers sort like the numbers,
-so the threshold's bits are found a byte at a time: a histogram of 256 counts, summed over ranks, says which byte it
-has next. Four short all-reduces whatever the batch, nothing read back to the host.
+The threshold is exact without gathering entropies. The bits of non-negative float32 numbers sort like the
+numbers, so the threshold's bits are found a byte at a time: a histogram of 256 counts, summed over ranks,
+says which byte it has next. Four short all-reduces whatever the batch, nothing read back to the host.
 
 There is one implementation, in torch: 12,288 tokens are 48 KB, and nothing here is worth a kernel.
 """
@@ -35,14 +35,14 @@ def entropy_mask(
         entropy: (N, T) nats per token; no gradient flows.
         completion_mask: (N, T) bool, True where the token counts.
         keep: share of the counted tokens to keep, in (0, 1].
-        min_tokens: a row with fewer kept tokens keeps its own most uncertain ones instead, up to this many (or all
-            it has).
-        all_reduce: sums an int64 tensor over all ranks in place (``torch.distributed.all_reduce`` fits), so that
-            the threshold is that of the global batch; None for a single process.
+        min_tokens: a row with fewer kept tokens keeps its own most uncertain ones instead, up to this many
+            (or all it has).
+        all_reduce: sums an int64 tensor over all ranks in place (``torch.distributed.all_reduce`` fits), so
+            that the threshold is that of the global batch; None for a single process.
 
     Returns:
-        (N, T) bool, True where the token is kept; never outside ``completion_mask``. Of a fully masked batch, all
-        False.
+        (N, T) bool, True where the token is kept; never outside ``completion_mask``. Of a fully masked
+        batch, all False.
 
     Raises:
         UserError: for a share out of range, a negative minimum, or shapes that differ.
@@ -69,8 +69,10 @@ def entropy_mask(
     return kept
 
 
-def _threshold(keys: Tensor, mask: Tensor, keep: float, all_reduce: Callable[[Tensor], object] | None) -> Tensor:
-    """The ceil(keep n)-th largest of the n masked keys over all ranks; int32 scalar. Above all keys if n = 0."""
+def _threshold(
+    keys: Tensor, mask: Tensor, keep: float, all_reduce: Callable[[Tensor], object] | None
+) -> Tensor:
+    """The ceil(keep n)-th largest of the n masked keys over all ranks; above all keys if n = 0."""
     live, keys = mask.flatten(), keys.flatten()
     prefix = torch.zeros((), dtype=torch.int32, device=keys.device)
     rank = None  # how many keys from the top, among those that share the prefix
@@ -80,7 +82,7 @@ def _threshold(keys: Tensor, mask: Tensor, keep: float, all_reduce: Callable[[Te
         counts.scatter_add_(0, digit.long(), live.long())
         if all_reduce is not None:
             all_reduce(counts)
-        from_top = counts.flip(0).cumsum(0)  # (256,) keys with this digit or a larger one, from digit 255 down
+        from_top = counts.flip(0).cumsum(0)  # (256,) keys with digit 255, with 254 or more, ...
         if rank is None:
             rank = (from_top[-1].double() * keep - 1e-9).ceil().long().clamp(min=1)
         above = (from_top < rank).sum()  # digits wholly above the threshold; 256 in an empty batch

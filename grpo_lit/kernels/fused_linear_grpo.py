@@ -60,10 +60,11 @@ def fused_linear_grpo(
     impl: str | None = None,
     chunk_rows: int | None = None,
 ) -> Any:
-    """GRPO loss from hidden states: the sum over tokens of weight x (policy + beta k3 - entropy_coef entropy).
+    """GRPO loss from hidden states: the sum over tokens of weight x (policy + beta k3 - entropy_coef
+    entropy).
 
-    Differentiable, once, with respect to ``hidden``, and to ``lm_head_weight`` and ``bias`` where these require
-    a gradient.
+    Differentiable, once, with respect to ``hidden``, and to ``lm_head_weight`` and ``bias`` where these
+    require a gradient.
 
     Args:
         hidden: (..., H) last hidden states, such as (N, T, H); float64, float32, bfloat16 or float16.
@@ -78,8 +79,8 @@ def fused_linear_grpo(
         temperature: sampling temperature.
         softcap: bound of the model's tanh cap on logits, > 0, or None.
         num_tokens: how many weights aren't 0, if the caller knows: saves a wait for the device.
-        logits_dtype: dtype a chunk's logits are kept in: None for float32 (float64 for float64), or the weight's
-            own, which halves their memory and rounds them as full 16-bit logits are rounded.
+        logits_dtype: dtype a chunk's logits are kept in: None for float32 (float64 for float64), or the
+            weight's own, which halves their memory and rounds them as full 16-bit logits are rounded.
         return_stats: also return log-probs and entropy.
         config: a loss configuration the kernels can do (see ``token_terms``); None for the defaults.
         impl: ``"triton"``, ``"torch"`` or None for the device's default.
@@ -177,32 +178,16 @@ def _op(
 
 
 @_op.register_fake
-def _(
-    hidden,
-    weight,
-    bias,
-    ids,
-    old,
-    adv,
-    w,
-    ref,
-    scalars,
-    temperature,
-    softcap,
-    rows,
-    impl,
-    narrow,
-    entropy,
-    wanted,
-):  # type: ignore[no-untyped-def]
+def _(hidden: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
+    want_entropy, wanted = rest[-2:]
     row = hidden.new_empty(hidden.shape[0], dtype=compute_dtype(weight.dtype))
     return (
         row,
         torch.empty_like(row),
-        torch.empty_like(row) if entropy else row.new_empty(0),
+        torch.empty_like(row) if want_entropy else row.new_empty(0),
         torch.empty_like(hidden) if wanted[0] else hidden.new_empty(0),
         torch.empty_like(weight) if wanted[1] else hidden.new_empty(0),
-        torch.empty_like(bias) if wanted[2] else row.new_empty(0),
+        torch.empty_like(bias) if bias is not None and wanted[2] else row.new_empty(0),
     )
 
 
@@ -231,7 +216,8 @@ class _FusedLinearGRPO(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dloss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        # Scaling in place marks the saved tensors as changed, so a second backward through them fails, loudly.
+        # Scaling in place marks the saved tensors as changed, so a second backward through them fails,
+        # loudly.
         grads = [grad.detach() for grad in ctx.saved_tensors]
         for grad, want in zip(grads, ctx.wanted, strict=True):
             if want:

@@ -1,9 +1,10 @@
 """The loss and the whole gradient of the logits in one pass over the logits.
 
-Formulas in ``token_terms`` (loss) and ``logit_rows`` (softmax and gradient). The forward pass reads each row of
-logits once and writes its gradient once, ``(rows, V)`` in the dtype of the logits, or over the logits themselves with
-``inplace=True``; the backward only multiplies by what comes from above, and not even that where it is 1.
-Eager PyTorch keeps float32 logits, their log-softmax and two more tensors of that size for the same result.
+Formulas in ``token_terms`` (loss) and ``logit_rows`` (softmax and gradient). The forward pass reads each
+row of logits once and writes its gradient once, ``(rows, V)`` in the dtype of the logits, or over the
+logits themselves with ``inplace=True``; the backward only multiplies by what comes from above, and not even
+that where it is 1. Eager PyTorch keeps float32 logits, their log-softmax and two more tensors of that size
+for the same result.
 """
 
 from __future__ import annotations
@@ -58,20 +59,22 @@ def fused_logits_grpo(
 ) -> Any:
     """GRPO loss from logits: the sum over tokens of weight x (policy + beta k3 - entropy_coef entropy).
 
-    The loss is differentiable with respect to ``logits`` alone, once. Tokens of weight 0 are not read: they may hold
-    NaN, and any id; their gradient is exactly 0.
+    The loss is differentiable with respect to ``logits`` alone, once. Tokens of weight 0 are not read: they
+    may hold NaN, and any id; their gradient is exactly 0.
 
     Args:
-        logits: (N, T, V) or (rows, V), last dimension contiguous; float32, bfloat16 or float16, and float64 in torch.
+        logits: (N, T, V) or (rows, V), last dimension contiguous; float32, bfloat16 or float16, and float64
+            in torch.
         completion_ids: leading shape of ``logits``, the chosen tokens.
-        old_logprobs: that shape, the ratio's denominator at the same temperature; None for ratio 1 (the first pass over
-            a rollout), with the gradient it has there.
+        old_logprobs: that shape, the ratio's denominator at the same temperature; None for ratio 1 (the
+            first pass over a rollout), with the gradient it has there.
         advantages: that shape, or (N,): one a row of tokens.
         weights: that shape, from ``token_weights``; 0 where a token doesn't count.
         ref_logprobs: that shape; needed where ``config.beta`` is not 0.
         temperature: sampling temperature the logits are divided by.
         vocab_size: columns of ``logits`` that are tokens, where the rest is padding; None for all.
-        inplace: write the gradient over ``logits``, which then mean nothing to anyone else. Saves a tensor of their size.
+        inplace: write the gradient over ``logits``, which then mean nothing to anyone else. Saves a tensor
+            of their size.
         return_stats: also return log-probs and entropy.
         config: a loss configuration the kernels can do (see ``token_terms``); None for the defaults.
         impl: ``"triton"``, ``"torch"`` or None for the device's default.
@@ -130,8 +133,8 @@ def _grid(logits: Tensor, inplace: bool) -> Tensor:
 
 
 _ARGUMENTS = (
-    "Tensor ids, Tensor? old, Tensor advantages, Tensor weights, Tensor? ref, float[] scalars, float temperature, "
-    "float softcap, int vocab_size, str impl, bool want_entropy"
+    "Tensor ids, Tensor? old, Tensor advantages, Tensor weights, Tensor? ref, float[] scalars, "
+    "float temperature, float softcap, int vocab_size, str impl, bool want_entropy"
 )
 
 

@@ -1,7 +1,7 @@
 """The loss from log-probs of the chosen tokens, with its derivative computed in the same pass.
 
-Formulas in ``token_terms``. The Triton version reads each token once, writes d loss / d logprob once, and adds the
-losses up in two steps, a block at a time, in a fixed order: the same inputs give the same bits.
+Formulas in ``token_terms``. The Triton version reads each token once, writes d loss / d logprob once, and
+adds the losses up in two steps, a block at a time, in a fixed order: the same inputs give the same bits.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def grpo_token_loss(
 ) -> Tensor:
     """GRPO loss from selected log-probs: the sum over tokens of weight x (policy + beta k3).
 
-    Differentiable with respect to ``logprobs`` alone, once. Tokens of weight 0 give exactly 0 and a gradient of
-    exactly 0, whatever they hold.
+    Differentiable with respect to ``logprobs`` alone, once. Tokens of weight 0 give exactly 0 and a
+    gradient of exactly 0, whatever they hold.
 
     Args:
         logprobs: (N, T) or (T,), the policy's; computed in float32, or float64 (torch) if given so.
@@ -37,8 +37,8 @@ def grpo_token_loss(
         advantages: that shape, or (N,): one a row.
         weights: that shape, from ``token_weights``; 0 where a token doesn't count.
         ref_logprobs: that shape; needed where ``config.beta`` is not 0.
-        config: a loss configuration the kernels can do; None for the defaults. Its entropy bonus must be 0: there is
-            no entropy here.
+        config: a loss configuration the kernels can do; None for the defaults. Its entropy bonus must be 0:
+            there is no entropy here.
         impl: ``"triton"``, ``"torch"`` or None for the device's default.
 
     Returns:
@@ -77,8 +77,8 @@ def grpo_token_loss(
 @torch.library.custom_op(
     "grpo_lit::grpo_token_loss",
     mutates_args=(),
-    schema="(Tensor logprobs, Tensor? old, Tensor advantages, Tensor weights, Tensor? ref, float[] scalars, str impl) "
-    "-> (Tensor, Tensor)",
+    schema="(Tensor logprobs, Tensor? old, Tensor advantages, Tensor weights, Tensor? ref, float[] scalars, "
+    "str impl) -> (Tensor, Tensor)",
 )
 def _op(
     logprobs: Tensor,

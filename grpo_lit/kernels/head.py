@@ -123,7 +123,7 @@ def gradient_buffer(logits: Tensor, weight: Tensor, impl: str) -> Tensor:
 
 
 class HeadGradients(NamedTuple):
-    """Gradients of the head's inputs; those not wanted are empty. Sums over chunks run in the softmax's dtype."""
+    """Gradients of the head's inputs, empty if not wanted; summed over chunks in the softmax's dtype."""
 
     hidden: Tensor
     weight: Tensor

@@ -75,8 +75,8 @@ def linear_logprobs(
         mask: (...) bool, True where the token counts. The others cost nothing, whatever their id, and get
             log-prob and entropy 0 and an exactly zero gradient. None: every token counts.
         num_tokens: how many entries of ``mask`` are True, if the caller knows: saves a wait for the device.
-        logits_dtype: dtype a chunk's logits are kept in: None for float32 (float64 for float64), or the weight's
-            own, which halves their memory and rounds them as full 16-bit logits are rounded.
+        logits_dtype: dtype a chunk's logits are kept in: None for float32 (float64 for float64), or the
+            weight's own, which halves their memory and rounds them as full 16-bit logits are rounded.
         impl: ``"triton"``, ``"torch"`` or None for the device's default.
         chunk_rows: rows of logits alive at a time; None sizes the chunk by memory.
 

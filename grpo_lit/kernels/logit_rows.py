@@ -7,8 +7,9 @@ For a row z of V logits with chosen token a, x = z / temperature (or cap tanh(z 
     dL/dz_v = dL/dx_v (1 - tanh^2(z_v / cap)) / temperature
 
 g and e are either given, or those of the loss in ``token_terms``: g = d loss / d logprob and
-e = -weight entropy_coef. Rows with weight 0 (or g = e = 0) read nothing and get exact zeros. The Triton version
-reads a row once and writes it once. Softmax and sums are float32 (float64 for float64 logits, torch only).
+e = -weight entropy_coef. Rows with weight 0 (or g = e = 0) read nothing and get exact zeros. The Triton
+version reads a row once and writes it once. Softmax and sums are float32 (float64 for float64 logits, torch
+only).
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def loss_rows(
     out: RowResults,
     grad: Tensor | None,
 ) -> None:
-    """Loss of each row of (N, T, V) ``logits``, and its gradient into ``grad`` (maybe ``logits``) if given."""
+    """Loss of each row of (N, T, V) ``logits``; its gradient into ``grad`` (maybe ``logits``) if given."""
     ids, old, adv, weights, ref = inputs
     _run(logits, ids, grad, (old, adv, weights, ref, None, None), scalars, options, out)
 
@@ -105,17 +106,24 @@ def _run(
     if options.impl == "triton" and logits.dtype != torch.float64:
         from grpo_lit.kernels._triton.logit_rows import logit_rows
 
-        names = ("old", "advantages", "weights", "ref", "dlogprobs", "dentropy")
+        old, advantages, weights, ref, dlogprobs, dentropy = per_row
         logit_rows(
             logits,
             ids,
             grad=grad,
+            loss=out.loss,
+            logprobs=out.logprobs,
+            entropy=out.entropy,
+            old=old,
+            advantages=advantages,
+            weights=weights,
+            ref=ref,
+            dlogprobs=dlogprobs,
+            dentropy=dentropy,
             scalars=scalars,
             temperature=options.temperature,
             softcap=options.softcap,
             vocab_size=options.vocab_size,
-            **out._asdict(),
-            **dict(zip(names, per_row, strict=True)),
         )
         return
     steps = logits.shape[1]

@@ -1,8 +1,8 @@
 """Multiplies a ready gradient by what comes from above, reading it only if that isn't 1.
 
-The fused losses compute their gradient in the forward pass. In a backward from the loss itself the factor is 1,
-and reading and writing a (rows, V) gradient to multiply by 1 would double its cost. The factor stays on the
-device: a kernel looks at it and returns, so nothing waits for the host.
+The fused losses compute their gradient in the forward pass. In a backward from the loss itself the factor
+is 1, and reading and writing a (rows, V) gradient to multiply by 1 would double its cost. The factor stays
+on the device: a kernel looks at it and returns, so nothing waits for the host.
 """
 
 from __future__ import annotations

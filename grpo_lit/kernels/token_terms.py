@@ -8,9 +8,10 @@ With r = exp(logprob - old_logprob), A the advantage, w the token's weight, d = 
     k3       kl = expm1(d) - d                        d kl / d logprob = -expm1(d)
     loss = w (policy + beta kl - entropy_coef entropy)
 
-PPO 1707.06347 eq. 7, GRPO 2402.03300 eq. 3-4, CISPO 2506.13585 eq. 4. A token with w = 0 gives 0 whatever else
-it holds; one with A = 0 has no policy term (no 0 x inf); beyond d = 20 the KL continues along its tangent. Any
-other choice of the loss configuration runs through ``linear_logprobs`` and the plain loss on (N, T).
+PPO 1707.06347 eq. 7, GRPO 2402.03300 eq. 3-4, CISPO 2506.13585 eq. 4. A token with w = 0 gives 0 whatever
+else it holds; one with A = 0 has no policy term (no 0 x inf); beyond d = 20 the KL continues along its
+tangent. Any other choice of the loss configuration runs through ``linear_logprobs`` and the plain loss on
+(N, T).
 """
 
 from __future__ import annotations
@@ -67,8 +68,8 @@ class TokenScalars(NamedTuple):
     @classmethod
     def unpack(cls, numbers: list[float]) -> TokenScalars:
         """Back from the list of floats that a custom op can take."""
-        *scalars, cispo = numbers
-        return cls(*scalars, bool(cispo))  # type: ignore[arg-type]
+        values = dict(zip(cls._fields, numbers, strict=True))
+        return cls(**values | {"cispo": bool(numbers[-1])})  # type: ignore[arg-type]
 
 
 def token_scalars(config: LossScalars | None) -> TokenScalars:

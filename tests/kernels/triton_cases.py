@@ -36,7 +36,7 @@ def assert_close(got, same_dtype, true, dtype):
 
 
 class Batch:
-    """Logits and what a loss needs beside them; some tokens are masked, ratios lie on all sides of the clip."""
+    """Logits and what a loss needs beside them; some tokens are masked, ratios lie around the clip."""
 
     def __init__(self, n, t, vocab, dtype, *, padded=0, seed=0, temperature=1.0):
         gen = torch.Generator(DEVICE).manual_seed(seed)
@@ -217,7 +217,7 @@ def test_more_rows_than_a_grid_dimension_holds(rows, vocab):
     (got,) = gradient(batch.loss(leaf, None, impl="triton"), leaf)
     (want,) = gradient(batch.loss(leaf, None, impl="torch"), leaf)
     torch.testing.assert_close(got, want, rtol=2e-2, atol=1e-3 * want.abs().max().item())
-    assert got[-1].abs().max() > 0 or batch.weights[-1, 0] == 0
+    assert (got[-100:].abs().amax(-1) > 0).any()  # the last rows were reached
 
 
 @only_gpu

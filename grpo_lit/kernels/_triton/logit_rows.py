@@ -9,10 +9,10 @@ What a program publishes are 64-bit words: 32 bits of value and 32 bits that are
 waiting program reads the words themselves, so nothing has to be ordered by a fence, and a round trip to the
 second-level cache is all it costs. Nothing else passes between programs.
 
-Waiting is safe because blocks of a row are consecutive programs and programs start in the order of their index
-(what the single-pass scan of CUB rests on too): the unfinished row with the lowest index always has all its
-programs on the device, as long as a row has fewer blocks than the device runs at a time. Where that can't be
-promised (the interpreter, ROCm, a tiny device), the same kernel runs twice: publish, then finish.
+Waiting is safe because blocks of a row are consecutive programs and programs start in the order of their
+index (what the single-pass scan of CUB rests on too): the unfinished row with the lowest index always has
+all its programs on the device, as long as a row has fewer blocks than the device runs at a time. Where that
+can't be promised (the interpreter, ROCm, a tiny device), the same kernel runs twice: publish, then finish.
 
 Writing over the logits is safe because everything a program reads has arrived before it publishes, and no
 program of the row writes before all have published.
@@ -41,7 +41,8 @@ _BOTH, _PUBLISH, _FINISH = 0, 1, 2
 
 
 class Plan(NamedTuple):
-    """How a row is cut: a program holds ``tiles`` tiles of ``tile`` elements, a vector of 16 bytes a thread each.
+    """How a row is cut: a program holds ``tiles`` tiles of ``tile`` elements, a vector of 16 bytes a thread
+    each.
 
     Attributes:
         tile: elements of a tile, a power of two.
@@ -113,7 +114,7 @@ def _merged(words, num_blocks, PAD: tl.constexpr, ENTROPY: tl.constexpr, WAIT: t
 
 @triton.jit
 def _again(x, nothing, PACKED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """x, as a value the compiler can't know to be x: it then keeps 16-bit x and not the float32 made of it."""
+    """x, hidden from the compiler, which then keeps 16-bit x and not the float32 made of it."""
     if PACKED:
         zeros = tl.full(x.shape, 0, tl.int16) + nothing.to(tl.int16)
         x = tl.inline_asm_elementwise(
@@ -247,13 +248,14 @@ def _logit_rows_kernel(  # type: ignore[no-untyped-def]
         first = n * stride_n + t * stride_t
         out_first = n * grad_stride_n + t * grad_stride_t
     lane = tl.arange(0, TILE)
-    # Rows that start off a 16-byte boundary are cut from the boundary below, so that loads stay 16 bytes wide.
+    # Rows that start off a 16-byte boundary are cut from the boundary below, so that loads stay 16 bytes
+    # wide.
     shift = 0
     if not ALIGNED:
         shift = (first % VEC).to(tl.int32)
         first = tl.multiple_of(first - shift, VEC)
     source = logits + first + begin
-    if SAME_LAYOUT:
+    if SAME_LAYOUT:  # noqa: SIM108
         target = grad + first + begin
     else:
         target = grad + (out_first + begin - shift)
@@ -286,14 +288,16 @@ def _logit_rows_kernel(  # type: ignore[no-untyped-def]
         if PHASE == 2:
             raw_chosen, _ = _halves(words + (row + 1).to(tl.int64) * slots - 1, known | True, False)
         x_chosen, slope_chosen = _activate(raw_chosen, softcap, SOFTCAP)
-        raws = ()
+        raws = ()  # type: ignore[var-annotated]
         for i in tl.static_range(TILES):
-            raws = raws + (_read(source, lane + i * TILE, shift, vocab, i * TILE, TILE, EVEN),)
-        top = raws[0]
+            raw = _read(source, lane + i * TILE, shift, vocab, i * TILE, TILE, EVEN)
+            raws = raws + (raw,)  # type: ignore[assignment]
+        top = raws[0]  # type: ignore[misc]
         for i in tl.static_range(1, TILES):
             top = _larger(top, raws[i], PACKED)
         peak, _ = _activate(tl.max(top.to(tl.float32), 0), softcap, SOFTCAP)
-        # `nothing` is 0. Taken in here, the chosen logit has arrived in every thread before this one publishes.
+        # `nothing` is 0. Taken in here, the chosen logit has arrived in every thread before this one
+        # publishes.
         peak = peak * scale + (x_chosen.to(tl.int32, bitcast=True) & nothing).to(tl.float32)
         base = tl.where(peak == float("-inf"), 0.0, peak)
         sums = tl.zeros((TILE,), tl.float32)
@@ -399,14 +403,17 @@ def _logit_rows_kernel(  # type: ignore[no-untyped-def]
 
 
 def default_plan(width: int, element_size: int) -> Plan:
-    """Tiles and warps for rows of ``width`` logits; sizes from sweeps on one H200."""
+    """Tiles and warps for rows of ``width`` logits; sizes from sweeps on one H200.
+
+    Small programs, so that many wait in turn, and 64 registers, so that 8 of them fit a multiprocessor.
+    """
     vector = 16 // element_size
-    num_warps = 8
+    num_warps = 4
     while num_warps > 1 and 32 * num_warps // 2 * vector >= width:
         num_warps //= 2
     tile = 32 * num_warps * vector
-    tiles = min(4 if element_size == 2 else 8, triton.cdiv(width + vector - 1, tile))
-    return Plan(tile, tiles, num_warps, 48 if element_size == 2 else 64)
+    most = 8 if element_size == 2 else 10
+    return Plan(tile, min(most, triton.cdiv(width + vector - 1, tile)), num_warps, registers=64)
 
 
 def waits_safely(num_blocks: int, device: torch.device) -> bool:
@@ -418,7 +425,7 @@ def waits_safely(num_blocks: int, device: torch.device) -> bool:
 
 
 def _blocks(logits: Tensor, plan: Plan) -> tuple[int, bool]:
-    """(blocks a row is cut into, whether every row starts on a 16-byte boundary) for logits (..., rows, V)."""
+    """(blocks a row is cut into, whether rows start on 16-byte boundaries) of logits (..., rows, V)."""
     width = logits.shape[-1]
     aligned = logits.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in logits.stride()[:-1])
     spare = 0 if aligned else 16 // logits.element_size() - 1
@@ -454,8 +461,8 @@ def logit_rows(
 ) -> None:
     """Fills ``loss``, ``logprobs``, ``entropy`` (rows,) float32, and ``grad`` where given; see the reference.
 
-    ``logits`` and ``grad`` are (N, T, V) with contiguous rows and may be the same memory. An empty ``loss`` or
-    ``entropy`` isn't written.
+    ``logits`` and ``grad`` are (N, T, V) with contiguous rows and may be the same memory. An empty ``loss``
+    or ``entropy`` isn't written.
     """
     count, steps, width = logits.shape
     rows = count * steps

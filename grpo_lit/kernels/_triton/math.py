@@ -10,8 +10,8 @@ import triton.language as tl
 def k3_terms(difference):  # type: ignore[no-untyped-def]
     """(expm1(d) - d, expm1(d)) with the tangent at 20 beyond 20.
 
-    A power series up to |d| = 1/4 (its first left-out term is below 1e-12): exp(d) - 1 - d has lost every digit
-    near 0, and Triton has no expm1.
+    A power series up to |d| = 1/4 (its first left-out term is below 1e-12): exp(d) - 1 - d has lost every
+    digit near 0, and Triton has no expm1.
     """
     d = tl.minimum(difference, 20.0)
     series = 1 / 5040 + d * (1 / 40320 + d * (1 / 362880))

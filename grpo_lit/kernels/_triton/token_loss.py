@@ -38,9 +38,11 @@ def _token_loss_kernel(  # type: ignore[no-untyped-def]
 ):
     pid = tl.program_id(0)
     lane = tl.arange(0, TOKENS)
-    at = pid.to(tl.int64) * TOKENS + lane  # tokens of (N, T) in one line, so that loads are aligned for every T
+    # the tokens of (N, T) in one line, so that loads are aligned for every T
+    at = pid.to(tl.int64) * TOKENS + lane
     inside = at < count
-    # Everything is asked for at once: waiting for the weights first would save few bytes and cost a round trip.
+    # Everything is asked for at once: waiting for the weights first would save few bytes and cost a round
+    # trip.
     weight = tl.load(weights + at, mask=inside, other=0.0)
     logp = tl.load(logprobs + at, mask=inside, other=0.0)
     before = logp
