@@ -8,7 +8,6 @@ from types import FrameType
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -44,7 +43,8 @@ class GracefulStop(Callback):
     ) -> None:
         """Agree on the stop."""
         if trainer.strategy.reduce_boolean_decision(self.requested is not None, all=False):
-            rank_zero_info("stopping as asked; resume with --ckpt_path last")
+            if trainer.is_global_zero:
+                print("stopping as asked; resume with --ckpt_path last", flush=True)
             trainer.limit_val_batches = 0
             trainer.should_stop = True
 

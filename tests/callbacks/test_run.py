@@ -1,0 +1,91 @@
+"""What a run shows, writes and survives, on the real command."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from grpo_lit.callbacks.completions_file import markdown_table
+from grpo_lit.callbacks.progress import describe
+
+Fit = Callable[..., Sequence[str]]
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+def test_output_says_what_is_trained_where_and_what_came_of_it(
+    grpo_lit_command: Run, fit_arguments: Fit, tiny_llama: Path, tmp_path: Path
+) -> None:
+    root = tmp_path / "run"
+    result = grpo_lit_command(*fit_arguments(tiny_llama, root))
+    assert result.returncode == 0, result.stderr
+    out = result.stdout
+    assert "4 prompts per step x 4 completions per prompt = 16 rows" in out
+    assert "over 2 micro-batch(es) of 8 rows" in out
+    assert "trainer.max_steps=3 optimizer steps = 3 rollout steps" in out
+    assert out.count(str(root)) >= 2, "the run's folder at start and end"
+    assert "validation after rollout step 0: accuracy" in out
+    assert "held-out accuracy:" in out
+    again = grpo_lit_command(*fit_arguments(tiny_llama, root))
+    assert again.returncode == 0
+    assert f"kept in {root}.1" in again.stdout
+    assert (tmp_path / "run.1" / "metrics.jsonl").read_text().count("\n") == 4
+    assert (root / "metrics.jsonl").read_text().count("\n") == 4
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_finishes_the_step_saves_and_the_resume_is_exact(
+    number: signal.Signals, fit_arguments: Fit, tiny_llama: Path, tmp_path: Path
+) -> None:
+    arguments = [*fit_arguments(tiny_llama, tmp_path / "run"), "--trainer.max_steps=200", "--trainer.val_check_interval=500"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "grpo_lit", *arguments], cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True
+    )
+    while not (tmp_path / "run" / "completions" / "step_000003.jsonl").exists():
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(number)
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode == 0
+    assert "resume with --ckpt_path last" in out
+    lines = [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert lines == list(range(len(lines)))
+    last = lines[-1]
+    assert 3 <= last < 200
+    more = [f"--trainer.max_steps={last + 2}", "--ckpt_path=last"]
+    result = subprocess.run(
+        [sys.executable, "-m", "grpo_lit", *arguments, *more], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+    lines = [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert lines == list(range(last + 3))
+
+
+def test_table_cells_can_break_nothing() -> None:
+    record = {"prompt": "a|b\n<script>", "completion": "x" * 1000, "reward": None, "num_tokens": 3}
+    table = markdown_table([record])
+    assert len(table.splitlines()) == 3
+    row = table.splitlines()[2]
+    assert row.count("|") == 5
+    assert "<script>" not in row
+    assert "a&#124;b<br>&lt;script>" in row
+
+
+def test_progress_names_reward_length_and_speed() -> None:
+    text = describe(
+        {
+            "rollout/reward_mean": 0.5,
+            "rollout/completion_length": 12.3,
+            "rollout/zero_variance_groups": 0.25,
+            "perf/tokens_per_sec": 99.6,
+        }
+    )
+    assert text == "reward 0.500  length 12  flat 25%  100 tok/s"

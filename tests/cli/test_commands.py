@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import yaml
+
+from grpo_lit.cli import COMMANDS, main
+from grpo_lit.cli.parser import GRPOCLI, shipped_configs
+
+Fit = Callable[..., Sequence[str]]
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+def test_help_lists_every_command_with_a_line_each(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    for name, (description, _) in COMMANDS.items():
+        assert sum(line.split() == [name, *description.split()] for line in lines) == 1, name
+    for required in ("fit", "validate", "check", "generate"):
+        assert required in COMMANDS
+    assert main([]) == 2
+
+
+@pytest.mark.parametrize("command", ["fit", "validate", "check", "generate"])
+def test_command_help_exits_with_0(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main([command, "--help"])
+    assert stop.value.code == 0
+    assert f"grpo-lit {command}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", sorted(shipped_configs()))
+def test_shipped_config_parses_and_says_what_it_trains(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = shipped_configs()[name]
+    text = path.read_text()
+    assert f"grpo-lit fit --config {name}" in text.splitlines()[5] or f"grpo-lit fit --config {name}" in text
+    for word in ("# Hardware:", "# Launch:", "# Expect:"):
+        assert word in text
+    settings = yaml.safe_load(text)
+    assert settings["trainer"]["default_root_dir"] == f"runs/{name}"
+    # every value is accepted and every object can be built; only the device differs from the file
+    cli = GRPOCLI([f"--config={name}", "--trainer.accelerator=cpu", "--trainer.devices=1", "--trainer.strategy=auto"], "fit")
+    assert cli.model.policy_config.path == settings["model"]["policy"]["path"]
+    assert cli.trainer.max_steps == settings["trainer"]["max_steps"]
+
+
+def test_check_reports_a_line_each_and_fails_on_a_bad_one(
+    capsys: pytest.CaptureFixture[str], fit_arguments: Fit, tiny_llama: Path, tmp_path: Path
+) -> None:
+    arguments = list(fit_arguments(tiny_llama, tmp_path / "run"))[1:]
+    assert main(["check", *arguments]) == 0
+    out = capsys.readouterr().out
+    assert all(line.startswith("ok  ") for line in out.splitlines())
+    assert "92 training prompts, 8 held out" in out
+    assert "0 M parameters" in out
+    assert not (tmp_path / "run").exists()
+    assert main(["check", *arguments, "--data.path=missing.jsonl"]) == 1
+    bad = [line for line in capsys.readouterr().out.splitlines() if line.startswith("FAIL")]
+    assert len(bad) == 1
+    assert "missing.jsonl" in bad[0]
+    assert main(["check", *arguments, "--model.loss.beta=x"]) == 1
+    assert "model.loss.beta" in capsys.readouterr().out
+
+
+def test_trained_adapter_and_checkpoint_answer_alike(
+    grpo_lit_command: Run, fit_arguments: Fit, tiny_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = tmp_path / "run"
+    optimizer = ["--model.optimizer=torch.optim.SGD", "--model.optimizer.lr=5", "--model.rewards=[boxed_format]"]
+    penalty = ["--model.length_penalty=0.5"]
+    result = grpo_lit_command(*fit_arguments(tiny_llama, root, *optimizer, *penalty))
+    assert result.returncode == 0, result.stderr
+    common = ["generate", "--policy.dtype=fp32", "--sampling.max_completion_length=8", "--device=cpu", "--samples=3"]
+    prompts = ["--prompt=1+2=", "--prompt=3+4="]
+    answers = {}
+    for name, extra in {
+        "base": [f"--policy.path={tiny_llama}"],
+        "adapter": [f"--adapter={root / 'adapter'}"],
+        "ckpt": [f"--policy.path={tiny_llama}", f"--ckpt_path={root / 'checkpoints/last.ckpt'}"],
+    }.items():
+        assert main([*common, *prompts, *extra]) == 0
+        answers[name] = capsys.readouterr().out.splitlines()
+        assert len(answers[name]) == 6
+    assert answers["adapter"] == answers["ckpt"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--prompt=x"], ["policy.path", "base model"]),
+        (["--prompt=x", "--policy.path=./missing"], ["policy.path='./missing'"]),
+        (["--prompt=x", "--adapter=missing"], ["adapter='missing'", "adapter_config.json"]),
+        (["--prompt=x", "--policy.path=p", "--sampling.top_p=2"], ["sampling.top_p=2.0"]),
+        (["--prompt=x", "--policy.path=p", "--samples=0"], ["samples=0"]),
+    ],
+)
+def test_generate_refuses(arguments: list[str], words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert len(error.strip().splitlines()) == 1
+    for word in words:
+        assert word in error
+
+
+def test_validate_measures_the_base_and_a_checkpoint(
+    grpo_lit_command: Run, fit_arguments: Fit, tiny_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = list(fit_arguments(tiny_llama, tmp_path / "run"))[1:]
+    assert main(["validate", *arguments]) == 0
+    assert "val/accuracy: " in capsys.readouterr().out
