@@ -245,7 +245,14 @@ class _LinearLogprobs(torch.autograd.Function):
             return ((jac * dlogprobs[:, None]).to(hidden.dtype), *(None,) * 4)
         wanted = [ctx.needs_input_grad[i] for i in (0, 1, 3)]
         grads = torch.ops.grpo_lit.linear_logprobs_backward(
-            hidden, weight, ids, bias, dlogprobs.contiguous(), dentropy, *ctx.options, wanted
+            hidden,
+            weight,
+            ids,
+            bias,
+            dlogprobs.contiguous(),  # a sum's gradient is one number expanded over all tokens
+            None if dentropy is None else dentropy.contiguous(),
+            *ctx.options,
+            wanted,
         )
         dhidden, dweight, dbias = (grad if want else None for grad, want in zip(grads, wanted, strict=True))
         return dhidden, dweight, None, dbias, None

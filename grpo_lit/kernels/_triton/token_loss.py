@@ -39,8 +39,9 @@ def _token_loss_kernel(  # type: ignore[no-untyped-def]
     pid = tl.program_id(0)
     lane = tl.arange(0, TOKENS)
     # the tokens of (N, T) in one line, so that loads are aligned for every T
-    at = pid.to(tl.int64) * TOKENS + lane
-    inside = at < count
+    first = pid.to(tl.int64) * TOKENS
+    at = first + lane
+    inside = lane < tl.minimum(count - first, TOKENS).to(tl.int32)
     # Everything is asked for at once: waiting for the weights first would save few bytes and cost a round
     # trip.
     weight = tl.load(weights + at, mask=inside, other=0.0)
@@ -52,11 +53,14 @@ def _token_loss_kernel(  # type: ignore[no-untyped-def]
     if HAS_REF:
         other = tl.load(ref + at, mask=inside, other=0.0)
     if ROW_ADVANTAGE:
-        start = pid.to(tl.int64) * TOKENS
-        row = start // steps
-        past = (start - row * steps).to(tl.int32) + lane  # tokens past the start of that row
-        row += (past >= steps).to(tl.int64) if LONG_ROWS else (past // steps).to(tl.int64)
-        advantage = tl.load(advantages + row, mask=inside, other=0.0)
+        row = first // steps
+        past = (first - row * steps).to(tl.int32) + lane  # tokens past the start of that row
+        if LONG_ROWS:  # at most two rows here
+            here = tl.load(advantages + row)
+            beyond = tl.load(advantages + row + 1, mask=(row + 1) * steps < count, other=0.0)
+            advantage = tl.where(past < steps, here, beyond)
+        else:
+            advantage = tl.load(advantages + row + past // steps, mask=inside, other=0.0)
     else:
         advantage = tl.load(advantages + at, mask=inside, other=0.0)
     loss, slope = token_terms(
