@@ -191,7 +191,7 @@ def load_policy(
         model = _load_model(config, source)
         if config.quantization == "nf4":
             quantize_nf4(model, _DTYPES[config.dtype], torch.device(device))
-        model.to(device)
+        model.to(torch.device(device))  # type: ignore[arg-type]
         if lora is not None:
             inject_lora(model, lora.rank, lora.alpha, tuple(lora.targets), dtype=lora_dtype(lora))
     return Policy(model, source, config.gradient_checkpointing)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from grpo_lit.checkpoint import read_checkpoint
-from grpo_lit.lora import LoRAConfig, load_adapter
+from grpo_lit.lora import LoRAConfig, adapters_off, load_adapter
 from grpo_lit.model_source import resolve_model_source
 from grpo_lit.policy import PolicyConfig, load_policy
 from grpo_lit.prompts import PromptEncoder, load_tokenizer
@@ -57,13 +57,14 @@ def test_three_steps_on_gsm8k(smollm2: str, shared_data: Path, grpo_lit_command:
     answer = torch.tensor([encoder.tokenizer("The answer is 5.", add_special_tokens=False).input_ids])
     ones = [torch.ones_like(ids, dtype=torch.bool) for ids in (prompt, answer)]
     config = PolicyConfig(smollm2, dtype="fp32", quantization="nf4")
-    ours, plain = load_policy(config, LoRAConfig(16)), load_policy(config, LoRAConfig(16))
+    ours = load_policy(config, LoRAConfig(16))
     load_adapter(ours.model, root / "adapter")
     theirs = load_policy(config, LoRAConfig(16, targets=["q_proj"]))  # its adapters stay zero
     theirs.model = peft.PeftModel.from_pretrained(_without_adapters(theirs), root / "adapter")
     with torch.no_grad():
         trained = ours.score(prompt, ones[0], answer, ones[1]).logprobs
-        base = plain.score(prompt, ones[0], answer, ones[1]).logprobs
+        with adapters_off(ours.model):
+            base = ours.score(prompt, ones[0], answer, ones[1]).logprobs
         logits = theirs.model(torch.cat([prompt, answer], 1)).logits[:, prompt.shape[1] - 1 : -1]
     expected = logits.log_softmax(-1).gather(-1, answer.unsqueeze(-1)).squeeze(-1)
     assert (trained - base).abs().max() > 1e-3, "the adapters changed nothing"

@@ -50,7 +50,7 @@ class StepProgress(PhaseListener, ProgressBar):
         self._bar = Progress(
             TextColumn("rollout step"),
             MofNCompleteColumn(),
-            BarColumn(bar_width=24),
+            BarColumn(bar_width=12),
             TimeElapsedColumn(),
             TextColumn("[cyan]{task.fields[phase]:<9}"),
             TextColumn("{task.description}"),

@@ -62,9 +62,9 @@ class RunCheckpoint(ModelCheckpoint):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Save the last checkpoint, unless a validation belongs to this step."""
-        step = pl_module.rollout_step
+        step = int(pl_module.rollout_step)  # type: ignore[arg-type]
         if step % self.every_n_rollout_steps == 0 and not validation_follows(trainer, batch_idx):
-            self._save_last(trainer, int(step))  # type: ignore[arg-type]
+            self._save_last(trainer, step)
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

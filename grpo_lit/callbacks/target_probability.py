@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -25,7 +26,7 @@ class TargetProbability(Callback):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Score the answers of all validation prompts; every rank computes the same."""
         module = cast("GRPOModule", pl_module)
-        batches = trainer.val_dataloaders
+        batches: Iterable[PromptBatch] = trainer.val_dataloaders or []
         values = [value for batch in batches for value in target_probabilities(module, batch)]
         if values:
             module.validation_metrics["val/target_probability"] = sum(values) / len(values)

@@ -172,7 +172,7 @@ class GRPOCLI(LightningCLI):
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         """Parse without Lightning's warning about ``sys.argv``."""
-        self.config = parser.parse_args(args)
+        self.config = parser.parse_args(args)  # type: ignore[arg-type]
 
     def _parse_ckpt_path(self) -> None:
         """Nothing: the configuration rules, the checkpoint is checked against it."""
