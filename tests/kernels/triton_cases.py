@@ -362,6 +362,21 @@ def test_head(size, dtype, narrow, train_head):
         assert_close(got, same, true, dtype)
 
 
+def test_gradients_that_are_one_number_expanded():
+    # what a plain .sum() sends back: a tensor of stride 0
+    head = Head(2, 5, 16, 9001, torch.float32)
+    results = []
+    for impl in ("torch", "triton"):
+        h, w, b = head.leaves(torch.float32, train_head=False)
+        logp, entropy = linear_logprobs(h, w, head.ids, bias=b, impl=impl)
+        results.append(gradient(logp.sum() - 2 * entropy.sum(), h)[0])
+    torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-5)
+    leaf = head.logp.float().clone().requires_grad_()
+    expanded = head.weights[:1, :1].expand(head.weights.shape)
+    losses = [grpo_token_loss(leaf, head.old, head.advantages, expanded, impl=i) for i in ("torch", "triton")]
+    torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     "broken", [torch.zeros_like, torch.neg, lambda g: 1.2 * g], ids=["zero", "negated", "scaled"]
 )
