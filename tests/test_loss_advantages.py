@@ -65,9 +65,7 @@ def test_batch_scale_divides_by_the_spread_of_all_rewards_about_their_mean() -> 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("value", [0.1, 0.35, 0.95, 1 / 3])
 @pytest.mark.parametrize("leave_one_out", [False, True])
-def test_equal_rewards_give_exact_zeros(
-    scale: str, dtype: torch.dtype, value: float, leave_one_out: bool
-) -> None:
+def test_equal_rewards_give_exact_zeros(scale: str, dtype: torch.dtype, value: float, leave_one_out: bool) -> None:
     """The mean of seven times 0.1 is not 0.1 in floating point; eps 0 would make the residue count fully."""
     rewards = torch.cat([torch.full((7,), value, dtype=dtype), torch.tensor([0.0, 1.0], dtype=dtype)])
     group_ids = torch.tensor([4] * 7 + [9] * 2)
@@ -178,3 +176,6 @@ def test_several_reward_functions_with_abstentions() -> None:
     assert got[2] == 0
     assert torch.isfinite(got).all()
     assert got[0] > 0 > got[1]
+    others = [0, 1, 3]
+    alone = multi_reward_advantages(rewards[others], torch.zeros(3, dtype=torch.long), torch.ones(2))
+    assert torch.equal(got[others], alone)

@@ -257,5 +257,5 @@ class UniformAllocator:
 
 
 def _kept(active: int, fraction: float) -> int:
-    # rounded first: 0.1 * 30 is 3.0000000000000004 in floating point
+    # rounded first: 0.07 * 100 is 7.000000000000001 in floating point
     return max(1, math.ceil(round(fraction * active, 9)))

@@ -76,12 +76,12 @@ def test_rank_uses_all_rewards_so_far() -> None:
 
 
 def test_variance_is_of_the_population_and_ties_exactly_in_any_order() -> None:
-    allocator = VigorAllocator(3, initial_count=4)
+    allocator = VigorAllocator(3, initial_count=6)
     allocator.next_counts()
-    allocator.observe(0, [0.1, 0.7, 0.3, 0.9])
-    allocator.observe(1, torch.tensor([0.9, 0.3, 0.7, 0.1], dtype=torch.float64))
-    allocator.observe(2, [0.1] * 4)
-    assert allocator.variance(0) == pytest.approx(0.1)
+    allocator.observe(0, [0.1, 0.7, 0.3, 0.9, 0.5, 0.5])
+    allocator.observe(1, torch.tensor([0.9, 0.5, 0.3, 0.7, 0.5, 0.1], dtype=torch.float64))
+    allocator.observe(2, [0.1] * 6)  # their mean is not 0.1 in floating point
+    assert allocator.variance(0) == pytest.approx(0.4 / 6)
     assert allocator.variance(0) == allocator.variance(1)
     assert allocator.variance(2) == 0.0
 
@@ -145,7 +145,7 @@ def test_budgets(num_prompts: int, budget: int) -> None:
 def test_options() -> None:
     allocator = VigorAllocator(10, initial_count=1, rounds=3, keep_fraction=0.3, expansion=3)
     assert [sum(counts) for counts in play(allocator)] == [10, 9, 9]
-    assert VigorAllocator(30, keep_fraction=0.1, rounds=2).budget() == 60 + 3 * 4
+    assert VigorAllocator(100, keep_fraction=0.07, rounds=2).budget() == 200 + 7 * 4  # 0.07 * 100 > 7
     everyone = VigorAllocator(3, keep_fraction=1.0, rounds=2)
     assert play(everyone) == [[2] * 3, [4] * 3]
 
