@@ -16,9 +16,7 @@ from fractions import Fraction
 MAX_BITS = 30_000  # enough for 2006!; a product of two such numbers takes microseconds
 MAX_TERMS = 300
 
-Monomial = tuple[
-    int, tuple[tuple[str, int], ...]
-]  # (squarefree number under the root, ((variable, power), ...))
+Monomial = tuple[int, tuple[tuple[str, int], ...]]  # (squarefree number under the root, ((variable, power), ...))
 Polynomial = dict[Monomial, Fraction]
 _ONE: Monomial = (1, ())
 
@@ -108,9 +106,7 @@ def _times_monomial(a: Monomial, b: Monomial) -> tuple[Monomial, int]:
     powers = dict(a[1])
     for name, power in b[1]:
         powers[name] = powers.get(name, 0) + power
-    if (
-        "i" in powers
-    ):  # the imaginary unit; as a mere letter, i*i = -1 can't make unequal answers equal in practice
+    if "i" in powers:  # the imaginary unit; as a mere letter, i*i = -1 can't make unequal answers equal in practice
         quarter = powers["i"] % 4
         factor *= -1 if quarter >= 2 else 1
         powers["i"] = quarter % 2

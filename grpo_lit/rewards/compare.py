@@ -103,7 +103,9 @@ def _same_equation(gold: Node, answer: Node, oracle: Oracle) -> bool | None:
         assert isinstance(gold, Equation)
         return same(gold.value, answer, oracle) if _states_value(gold, strict=True) else False
     if not isinstance(gold, Equation):
-        return same(gold, answer.value, oracle) if _states_value(answer, strict=False) else False
+        if not _states_value(answer, strict=False) or _is_false(answer, oracle):
+            return False
+        return same(gold, answer.value, oracle)
     if is_name(gold.left) and is_name(answer.left):
         renamed = _with_variable_of(gold.left, answer)
         if renamed is not None:
@@ -113,6 +115,13 @@ def _same_equation(gold: Node, answer: Node, oracle: Oracle) -> bool | None:
             return same(gold.value, answer.value, oracle)
     ratio = oracle.ratio(f"({gold.left})-({gold.right})", f"({answer.left})-({answer.right})")
     return None if ratio is None else ratio != 0
+
+
+def _is_false(equation: Equation, oracle: Oracle) -> bool:
+    """Whether both sides are numbers, and not the same: 5 = 6 states neither."""
+    if re.search("[a-zA-Z]", equation.left + equation.right):
+        return False
+    return oracle.equal(equation.left, equation.right) is False
 
 
 def _states_value(equation: Equation, *, strict: bool) -> bool:
@@ -180,14 +189,10 @@ def _same_chain(
     if len(gold.sides) != len(answer.sides):
         return False
     verdicts = []
-    turned = Relation(
-        answer.sides[::-1], tuple(_FLIPPED[operator] for operator in reversed(answer.operators))
-    )
+    turned = Relation(answer.sides[::-1], tuple(_FLIPPED[operator] for operator in reversed(answer.operators)))
     for other in (answer, turned):
         if gold.operators == other.operators:
-            verdicts.append(
-                _all([(Leaf(a), Leaf(b)) for a, b in zip(gold.sides, other.sides, strict=True)], oracle)
-            )
+            verdicts.append(_all([(Leaf(a), Leaf(b)) for a, b in zip(gold.sides, other.sides, strict=True)], oracle))
             if verdicts[-1]:
                 return True
     if len(gold.sides) > 2:
@@ -267,9 +272,7 @@ def _same_matrix(gold: Node, answer: Node, oracle: Oracle) -> bool | None:
     if ours is None or theirs is None:
         return _unlike(gold, answer)
     if [len(row) for row in ours] == [len(row) for row in theirs]:
-        return _all(
-            [pair for a, b in zip(ours, theirs, strict=True) for pair in zip(a, b, strict=True)], oracle
-        )
+        return _all([pair for a, b in zip(ours, theirs, strict=True) for pair in zip(a, b, strict=True)], oracle)
     # A vector may be written upright, lying, or as a tuple; two matrices must have one shape.
     flat, other = ([cell for row in rows for cell in row] for rows in (ours, theirs))
     vectors = all(len(rows) == 1 or all(len(row) == 1 for row in rows) for rows in (ours, theirs))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,8 @@ from torch import Tensor
 from grpo_lit.errors import SystemFault, UserError
 from grpo_lit.rewards.functions import RewardFunction, resolve_reward
 
+_LARGEST = torch.finfo(torch.float32).max
+
 
 class RewardError(UserError):
     """A reward function failed or returned something that is no reward.
@@ -25,6 +28,7 @@ class RewardError(UserError):
     """
 
     def __init__(self, name: str, problem: str) -> None:
+        problem = " ".join(problem.split())
         super().__init__("reward function", name, f"one number or None for each completion, but it {problem}")
         self.function = name
 
@@ -76,14 +80,10 @@ def compute_rewards(
     if len(prompts) != n:
         raise UserError("prompts", f"{len(prompts)} prompts", f"one for each of the {n} completions")
     if weights is not None and len(weights) != len(functions):
-        raise UserError(
-            "model.reward_weights", list(weights), f"one weight for each of {len(functions)} rewards"
-        )
+        raise UserError("model.reward_weights", list(weights), f"one weight for each of {len(functions)} rewards")
     for name, values in columns.items():
         if len(values) != n:
-            raise UserError(
-                f"column {name}", f"{len(values)} entries", f"one for each of the {n} completions"
-            )
+            raise UserError(f"column {name}", f"{len(values)} entries", f"one for each of the {n} completions")
     total = torch.zeros(n, dtype=torch.float32)
     counted = torch.zeros(n, dtype=torch.bool)
     output = RewardOutput(total, {})
@@ -119,8 +119,8 @@ def _unused_name(name: str, taken: Mapping[str, Any]) -> str:
     return candidate
 
 
-def accepted_columns(function: RewardFunction, name: str, columns: Mapping[str, Any]) -> dict[str, Any]:
-    """The columns that a function takes.
+def accepted_arguments(function: RewardFunction, name: str, offered: Mapping[str, Any]) -> dict[str, Any]:
+    """Of the prompts, completions and columns, those that a function takes.
 
     Raises:
         UserError: it needs one that the data set doesn't have.
@@ -128,24 +128,16 @@ def accepted_columns(function: RewardFunction, name: str, columns: Mapping[str, 
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # some builtins have no signature
-        return dict(columns)
+        return dict(offered)
     keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     named = {p.name: p for p in parameters if p.kind in keyword}
-    missing = [
-        p.name
-        for p in named.values()
-        if p.default is p.empty and p.name not in columns and p.name not in ("prompts", "completions")
-    ]
+    missing = [key for key, p in named.items() if p.default is p.empty and key not in offered]
     if missing:
-        have = ", ".join(columns) or "none"
-        raise UserError(
-            f"reward function {name!r}",
-            f"a parameter {missing[0]!r}",
-            f"prompts, completions, or a column; there are: {have}",
-        )
+        accepted = f"prompts, completions or a column; there are: {', '.join(offered)}"
+        raise UserError(f"reward function {name!r}", f"a parameter {missing[0]!r}", accepted)
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
-        return dict(columns)
-    return {key: value for key, value in columns.items() if key in named}
+        return dict(offered)
+    return {key: value for key, value in offered.items() if key in named}
 
 
 def _call(
@@ -156,13 +148,12 @@ def _call(
     columns: Mapping[str, Sequence[Any]],
     timeout_s: float | None,
 ) -> Any:
+    offered = {"prompts": prompts, "completions": completions}
+    offered |= {key: values for key, values in columns.items() if key not in offered}
     # Lists of their own: a function that changes its arguments must not change the next one's.
-    arguments = {key: list(values) for key, values in accepted_columns(function, name, columns).items()}
-    arguments |= {"prompts": list(prompts), "completions": list(completions)}
+    arguments = {key: list(values) for key, values in accepted_arguments(function, name, offered).items()}
     try:
-        returned = (
-            function(**arguments) if timeout_s is None else _within(function, arguments, name, timeout_s)
-        )
+        returned = function(**arguments) if timeout_s is None else _within(function, arguments, name, timeout_s)
     except (SystemFault, UserError):
         raise
     except Exception as error:
@@ -211,10 +202,10 @@ def _checked(returned: Any, name: str, n: int) -> Tensor:
         if value is None:
             continue
         try:
-            reward = float("nan") if isinstance(value, (str, bytes)) else float(value)
+            reward = math.nan if isinstance(value, (str, bytes)) else float(value)
         except (TypeError, ValueError, OverflowError):
-            reward = float("nan")
+            reward = math.nan
+        if not abs(reward) <= _LARGEST:
+            raise RewardError(name, f"returned {repr(value)[:80]} for row {row}")
         values[row] = reward
-        if not bool(values[row].isfinite()):
-            raise RewardError(name, f"returned {value!r} for row {row}")
     return values

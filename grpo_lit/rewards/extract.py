@@ -31,9 +31,7 @@ MAX_RESPONSE_CHARS = 400_000
 """Of a longer response only the end is read."""
 
 _THINK = re.compile(r"<(/?)think(?:ing)?>", re.IGNORECASE)
-_END_OF_TURN = re.compile(
-    r"<\|(?:im_end|im_start|endoftext|eot_id|end_of_text|end|user)\|>|</s>|<｜end▁of▁sentence｜>"
-)
+_END_OF_TURN = re.compile(r"<\|(?:im_end|im_start|endoftext|eot_id|end_of_text|end|user)\|>|</s>|<｜end▁of▁sentence｜>")
 _LEADING_TOKENS = re.compile(r"\s*(?:<\|im_start\|>\s*assistant|<｜Assistant｜>|<s>)\s*")
 _BOX_OR_BRACE = re.compile(r"\\{1,3}(?:boxed|fbox)\s*(\{|[^\s{}\\$.,;:]+)|\\[\\{}]|[{}]")
 _ANSWER_TAG = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.IGNORECASE | re.DOTALL)
@@ -67,9 +65,7 @@ _LOOSE_JOINT = re.compile(
     r"(?:.*[^a-zA-Z])?(?:and|or|,|;)(?:[a-zA-Z](?:_?[0-9])?(?:\([a-z]\))?=)?", re.IGNORECASE | re.DOTALL
 )
 _OPENING = re.compile(r"(yes|no|true|false)\b", re.IGNORECASE)
-_SECOND_THOUGHTS = re.compile(
-    r"\b(?:wait|actually|no|not|but|then|hmm|instead|correct|mistake|sorry|rather)\b", re.I
-)
+_SECOND_THOUGHTS = re.compile(r"\b(?:wait|actually|no|not|but|then|hmm|instead|correct|mistake|sorry|rather)\b", re.I)
 
 
 @dataclass(frozen=True)
@@ -161,9 +157,7 @@ def find_boxes(text: str) -> tuple[list[tuple[int, int, str]], bool]:
     ([(0, 12, 'a{b}')], True)
     """
     boxes: list[tuple[int, int, str]] = []
-    stack: list[
-        tuple[int, int] | None
-    ] = []  # for each open brace: None, or where its box and its content start
+    stack: list[tuple[int, int] | None] = []  # for each open brace: None, or where its box and its content start
     if "boxed" not in text and "fbox" not in text:
         return boxes, False
     for token in _BOX_OR_BRACE.finditer(text):
@@ -253,9 +247,7 @@ def _is_sentence(text: str) -> bool:
         return len(words) > 6
     if re.match(rf"{_NUMERAL}(?!.*[0-9])", bare.strip()) and len(words) <= 8:
         return False
-    return (
-        bool(words) and re.fullmatch(r"\s*(?:percent(?:age)?|pct)\s*", bare) is None and "\\text" not in text
-    )
+    return bool(words) and re.fullmatch(r"\s*(?:percent(?:age)?|pct)\s*", bare) is None and "\\text" not in text
 
 
 def _last_value(text: str) -> str | None:

@@ -74,9 +74,7 @@ class MathAccuracy:
         self.__name__ = "math_accuracy"
         self._pool = VerifierPool(self.num_workers, self.timeout_s) if self.num_workers != 1 else None
 
-    def __call__(
-        self, prompts: Sequence[str], completions: Sequence[str], answer: Sequence[Any]
-    ) -> RewardResult:
+    def __call__(self, prompts: Sequence[str], completions: Sequence[str], answer: Sequence[Any]) -> RewardResult:
         """Rewards of N completions; a row without a gold answer abstains."""
         golds = [gold_text(value) for value in answer]
         known = [i for i, gold in enumerate(golds) if gold is not None]
@@ -146,9 +144,7 @@ def resolve_reward(name: str | RewardFunction, *, argument: str = "model.rewards
     Raises:
         UserError: there is no such function; says what is accepted.
     """
-    accepted = (
-        f"one of {', '.join(BUILT_IN_REWARDS)}, or the import path of a function, such as my_pkg.mod.fn"
-    )
+    accepted = f"one of {', '.join(BUILT_IN_REWARDS)}, or the import path of a function, such as my_pkg.mod.fn"
     if callable(name):
         return name
     if not isinstance(name, str):
@@ -164,9 +160,7 @@ def resolve_reward(name: str | RewardFunction, *, argument: str = "model.rewards
     if not callable(found):
         raise UserError(argument, name, f"{accepted}; this is {type(found).__name__}, which can't be called")
     if inspect.iscoroutinefunction(found) or inspect.iscoroutinefunction(getattr(found, "__call__", None)):  # noqa: B004
-        raise UserError(
-            argument, name, f"{accepted}; this is an async function, and rewards are called without await"
-        )
+        raise UserError(argument, name, f"{accepted}; this is an async function, and rewards are called without await")
     return found  # type: ignore[no-any-return]
 
 

@@ -26,9 +26,7 @@ _FRACTION = re.compile(r"[-+]?[0-9]{1,40}/[0-9]{1,40}")
 _BASED = re.compile(r"([0-9A-F]+) ?_ ?(?:\{ ?([0-9]{1,2}) ?\}|([0-9]))|([0-9A-F]+)")
 _WORDS = re.compile(r"[a-zA-Z][a-zA-Z' .-]*[a-zA-Z]")
 _TEXT = re.compile(r"\\text\{([^{}]*)\}")
-_SCALE = re.compile(
-    r"(-?\$? ?[0-9][0-9.]*) ?(?:\\text\{ ?)?(hundred|thousand|million|billion|trillion)(?: |\}|$)(.*)"
-)
+_SCALE = re.compile(r"(-?\$? ?[0-9][0-9.]*) ?(?:\\text\{ ?)?(hundred|thousand|million|billion|trillion)(?: |\}|$)(.*)")
 _SCALES = {"hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 _NUMBER_WORDS = dict(zero="0", one="1", two="2", three="3", four="4", five="5", six="6")
 _NUMBER_WORDS |= dict(seven="7", eight="8", nine="9", ten="10", eleven="11", twelve="12")

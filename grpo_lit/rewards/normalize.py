@@ -40,9 +40,7 @@ _JOINED_DIGITS = re.compile(
     r"|(?<=[0-9]),(?:\\!\s*)+(?=[0-9])"  # 1,\!000
     r"|(?<=[0-9])(?:\\[,!;: ]|~)(?=[0-9]{3}(?![0-9]))"  # 1\,000
 )
-_SPACING = re.compile(
-    r"(?<!\\)\\[,;:!> ()\[\]]|\\(?:quad|qquad|displaystyle|textstyle|limits|hfill|newline)|[~\s]"
-)
+_SPACING = re.compile(r"(?<!\\)\\[,;:!> ()\[\]]|\\(?:quad|qquad|displaystyle|textstyle|limits|hfill|newline)|[~\s]")
 _SIZED = re.compile(r"\\(?:left|right|[bB]igg?[lr]?|middle)(?![a-zA-Z])\s*(?:\.(?![0-9]))?")
 _FONTS = re.compile(
     r"\\(?:text|mathrm|textrm|mathbf|textbf|mathit|textit|mathsf|mbox|hbox|operatorname|mathtt|texttt|textnormal"

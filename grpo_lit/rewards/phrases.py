@@ -40,8 +40,7 @@ def same_phrase(gold: str, answer: str) -> bool | None:
     if is_yes_or_no(gold):
         said = re.findall(r"\b(?:yes|no|true|false)\b", answer.lower())
         return (
-            set(said) == {plain_words(gold)}
-            and re.match(rf"(?:\\text\{{ *)?{said[0]}\b", answer.lower()) is not None
+            set(said) == {plain_words(gold)} and re.match(rf"(?:\\text\{{ *)?{said[0]}\b", answer.lower()) is not None
         )
     if _UNANSWERABLE.fullmatch(plain_words(gold) or ""):
         return _UNANSWERABLE.fullmatch(_TEXT.sub(r"\1", answer).lower().strip(" .")) is not None

@@ -176,9 +176,7 @@ def _cut_approximation(text: str) -> str:
 def _join_digit_groups(text: str) -> str:
     if "," in text:
         parts, separators = split_top(text, _GROUPED_DIGITS)
-        text = "".join(
-            p + s.replace(",", "") + " " for p, s in zip(parts, [*separators, ""], strict=True)
-        ).strip()
+        text = "".join(p + s.replace(",", "") + " " for p, s in zip(parts, [*separators, ""], strict=True)).strip()
         text = re.sub(r"(?<=[0-9]) (?=[.%])|(?<=[-$(]) (?=[0-9])", "", text)
     return _SPACED_DIGITS.sub(lambda m: m[0].replace(" ", ""), text) if " " in text else text
 
@@ -243,6 +241,8 @@ def _read_equation(text: str, depth: int) -> Node | None:
     parts, separators = split_top(text, _EQUALS)
     if not separators or not all(parts):
         return None
+    if len(parts) == 2 and is_name(parts[1]) and not is_name(parts[0]):
+        parts.reverse()  # 5 = x
     return Equation(parts[0], parts[-1], _read(parts[-1], depth + 1))
 
 

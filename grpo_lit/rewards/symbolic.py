@@ -18,20 +18,24 @@ import sympy  # type: ignore[import-untyped]
 from latex2sympy2_extended import NormalizationConfig, latex2sympy
 from latex2sympy2_extended.latex2sympy2 import ConversionConfig
 from math_verify import verify
+from sympy.printing.pycode import MpmathPrinter  # type: ignore[import-untyped]
 
+from .algebra import TooLarge
 from .compare import same_answer
 from .leaves import LONG_DECIMAL_DIGITS, ExactOracle, check_size, plain_number
 
 DIGITS = 50
+MAX_SUMMANDS = 20_000
 _SAME = mpmath.mpf(10) ** -30
-_NEARLY_SAME = (
-    mpmath.mpf(10) ** -12
-)  # where a decimal became a float of 15 digits, or a value is found by quadrature
+_NEARLY_SAME = mpmath.mpf(10) ** -12  # where a decimal became a float of 15 digits, or a value is found by quadrature
 _APPROXIMATE = (sympy.Float, sympy.Integral, sympy.Sum, sympy.Product, sympy.Limit, sympy.Derivative)
 _NORMALIZATION = NormalizationConfig(
     basic_latex=True, units=False, malformed_operators=False, nits=False, boxed="none", equations=False
 )
 _CONVERSION = ConversionConfig(lowercase_symbols=False)
+_FLOATS = {name: getattr(mpmath.fp, name) for name in dir(mpmath.fp) if not name.startswith("_")}
+_FLOATS["mpf"] = lambda value: float(mpmath.mpf(value))
+_PRINTER = MpmathPrinter({"fully_qualified_modules": False})
 _CONSTANTS = {"e": sympy.E, "i": sympy.I, "pi": sympy.pi}
 _WHOLE_ONLY = (
     sympy.floor,
@@ -78,21 +82,19 @@ def parse(text: str) -> Any:
         Unreadable: it isn't mathematics that the library knows.
     """
     check_size(text)
-    text = re.sub(
-        r"\\frac ?([0-9]) ?([0-9])", r"\\frac{\1}{\2}", text.replace("**", "^").replace("°", r"^{\circ}")
-    )
+    text = re.sub(r"\\frac ?([0-9]) ?([0-9])", r"\\frac{\1}{\2}", text.replace("**", "^").replace("°", r"^{\circ}"))
     text = re.sub(r"\\frac ?(\{[^{}]*\}) ?([0-9a-z])", r"\\frac\1{\2}", text)
     text = re.sub(r"(\^|\\sqrt) ?\(([^()]*)\)", r"\1{\2}", text)
     text = re.sub(r"\\sqrt ?([0-9a-z])", r"\\sqrt{\1}", text)
     text = re.sub(r"([0-9a-z]|\([^()]*\)) ?! ?\^", r"(\1!)^", text)
     try:
         parsed = latex2sympy(text, normalization_config=_NORMALIZATION, conversion_config=_CONVERSION)
+    except (MemoryError, RecursionError):
+        raise
     except Exception as error:  # the parser raises bare Exception
         raise Unreadable(text) from error
     if isinstance(parsed, sympy.Basic):
-        constants = {
-            s: _CONSTANTS[s.name] for s in parsed.free_symbols if getattr(s, "name", "") in _CONSTANTS
-        }
+        constants = {s: _CONSTANTS[s.name] for s in parsed.free_symbols if getattr(s, "name", "") in _CONSTANTS}
         return parsed.xreplace(constants)
     return parsed
 
@@ -102,7 +104,6 @@ class SymbolicOracle:
 
     def __init__(self) -> None:
         self.exact = ExactOracle()
-        self.unread: set[str] = set()
 
     def equal(self, gold: str, answer: str) -> bool | None:
         """Whether both are the same value."""
@@ -115,11 +116,11 @@ class SymbolicOracle:
         values = _values(*pair)
         if values is None:
             return None
-        tolerance = max(_tolerance(gold), _tolerance(answer))
+        if any(mpmath.isinf(a) or mpmath.isinf(b) for a, b in values):
+            return False
+        tolerance = max(_tolerance(gold), _tolerance(answer), mpmath.mpf(10) ** -45)
         same = _NEARLY_SAME if any(expression.has(*_APPROXIMATE) for expression in pair) else _SAME
-        return all(
-            abs(a - b) <= max(same * max(abs(a), abs(b), mpmath.mpf(10) ** -20), tolerance) for a, b in values
-        )
+        return all(abs(a - b) <= max(same * max(abs(a), abs(b)), tolerance) for a, b in values)
 
     def ratio(self, gold: str, answer: str) -> int | None:
         """Sign of the constant c in ``gold = c * answer``; 0 if there is no such constant."""
@@ -128,7 +129,7 @@ class SymbolicOracle:
             return verdict
         pair = self._expressions(gold, answer)
         values = _values(*pair) if pair else None
-        if values is None or any(abs(b) < _SAME for _, b in values):
+        if values is None or any(abs(b) < _SAME or mpmath.isinf(a) or mpmath.isinf(b) for a, b in values):
             return None
         ratios = [a / b for a, b in values]
         constant = all(abs(r - ratios[0]) <= _NEARLY_SAME * abs(ratios[0]) for r in ratios)
@@ -137,15 +138,11 @@ class SymbolicOracle:
         return 1 if mpmath.re(ratios[0]) > 0 else -1
 
     def _expressions(self, gold: str, answer: str) -> tuple[sympy.Expr, sympy.Expr] | None:
-        found = []
-        for text in (gold, answer):
-            try:
-                found.append(parse(text))
-            except Unreadable:
-                self.unread.add(text)
-        if len(found) == 2 and all(isinstance(expression, sympy.Expr) for expression in found):
-            return found[0], found[1]
-        return None
+        try:
+            found = (parse(gold), parse(answer))
+        except Unreadable:
+            return None
+        return found if all(isinstance(expression, sympy.Expr) for expression in found) else None
 
 
 def _tolerance(text: str) -> Any:
@@ -159,13 +156,15 @@ def _tolerance(text: str) -> Any:
 def _values(gold: sympy.Expr, answer: sympy.Expr) -> list[tuple[Any, Any]] | None:
     """Both expressions at the points where both are numbers; None if there are too few to tell."""
     symbols = sorted(gold.free_symbols | answer.free_symbols, key=str)
+    for expression in (gold, answer):
+        _check_terms(expression)
     functions = [_numeric(expression, symbols) for expression in (gold, answer)]
     whole = any(expression.has(*_WHOLE_ONLY) or _has_signs(expression) for expression in (gold, answer))
     found = []
     for row in (_WHOLE_POINTS if whole else _POINTS) if symbols else [[sympy.Integer(1)]]:
         point = [row[j % len(row)] + j // len(row) for j in range(len(symbols))]
         left, right = (function(point) for function in functions)
-        if left is None or right is None:
+        if left is None or right is None or (mpmath.isinf(left) and mpmath.isinf(right)):
             continue
         if min(row) < 0 and (mpmath.im(left) or mpmath.im(right)):
             continue
@@ -179,29 +178,50 @@ def _has_signs(expression: sympy.Expr) -> bool:
 
 
 def _numeric(expression: sympy.Expr, symbols: list[sympy.Symbol]) -> Callable[[list[Any]], Any]:
-    """The expression as a function of numbers in mpmath; it gives None where it has no finite value.
+    """The expression as a function of numbers in mpmath; None where it has no value, inf where it's huge.
 
     One pass of straight arithmetic: `evalf` raises its precision as it goes, which takes for ever on nested
-    logarithms.
+    logarithms. A pass in floats goes first: what overflows there could fill the memory with digits.
     """
+    summed = expression.has(sympy.Sum, sympy.Product)
     try:
         function = sympy.lambdify(symbols, expression, modules="mpmath")
+        rough = None if summed else sympy.lambdify(symbols, expression, modules=[_FLOATS], printer=_PRINTER)
+    except MemoryError:
+        raise
     except Exception:  # printers raise whatever they like for objects that they don't know
         return lambda point: None
 
     def evaluate(point: list[Any]) -> Any:
         with mpmath.workdps(DIGITS):
             try:
-                value = mpmath.mpmathify(function(*(mpmath.mpf(x.p) / x.q for x in point)))
+                if rough is not None and mpmath.isinf(complex(rough(*map(float, point)))):
+                    return mpmath.inf
+                # The limits of a sum must be Python's integers.
+                exact = [int(x) if summed and x.is_Integer else mpmath.mpf(x.p) / x.q for x in point]
+                value = mpmath.mpmathify(function(*exact))
             except MemoryError:
                 raise
-            except Exception:  # undefined functions, poles, overflow: no number here
+            except OverflowError:
+                return mpmath.inf
+            except Exception:  # undefined functions, poles: no number here
                 return None
             if not mpmath.isfinite(value):
-                return None
+                return mpmath.inf if mpmath.isinf(value) else None
             return value if abs(mpmath.im(value)) > _SAME * abs(value) else mpmath.re(value)
 
     return evaluate
+
+
+def _check_terms(expression: sympy.Expr) -> None:
+    """Refuses sums and products of many terms; of nested ones the terms multiply."""
+    terms = 1
+    for node in expression.atoms(sympy.Sum, sympy.Product):
+        for _, lower, upper in node.limits:
+            span = upper - lower
+            terms *= int(span) + 1 if span.is_Integer and span > 0 else 12
+    if terms > MAX_SUMMANDS:
+        raise TooLarge(f"a sum or product of {terms} terms")
 
 
 def judge(gold: str, answer: str) -> tuple[bool | None, str]:

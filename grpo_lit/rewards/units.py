@@ -64,9 +64,7 @@ _NUMBER = r"-?(?:[0-9][0-9,]*(?:\.[0-9]*)?|\.[0-9]+)(?:/[0-9]+)?"
 _MONEY_IN_FRONT = re.compile(r"(-?) ?(?:([$€£¥₹])|(?:US|USD|Rs\.?) ?(?=[0-9$])\$?) ?(.+)")
 _TEXT_AT_END = re.compile(r"((?: ?[/·]? ?\\text\{[^{}]*\}(?: ?\^ ?\{?-?[0-9]\}?)?)+)$")
 _SIGN_AT_END = re.compile(r" ?(%|°|€|£|¥|¢|\$)$")
-_WORDS_AT_END = re.compile(
-    rf"({_NUMBER}|.*[0-9)}}]|.*\\pi) ?((?:[a-zA-Z°][a-zA-Z .'/°-]*)(?:\^ ?\{{?-?[0-9]\}}?)?)"
-)
+_WORDS_AT_END = re.compile(rf"({_NUMBER}|.*[0-9)}}]|.*\\pi) ?((?:[a-zA-Z°][a-zA-Z .'/°-]*)(?:\^ ?\{{?-?[0-9]\}}?)?)")
 _NOT_A_UNIT = re.compile(
     r"\b(?:or|and|not|but|to|than|plus|minus|times|squared|cubed|hundred|thousand|million|billion|trillion|half|either"
     r"|maybe|if|is|are|was|e|i|x|y|z|n|pi|mod|choose|over|factorial)\b",
@@ -80,14 +78,7 @@ _POWERS = [
 
 def unit_named(text: str) -> Unit | None:
     """Reads ``km/h``, ``square inches`` or ``m^2``; None when a part of it isn't in the table."""
-    text = (
-        text.lower()
-        .replace("\\text", " ")
-        .replace("{", "")
-        .replace("}", "")
-        .replace(" per ", "/")
-        .strip(" .")
-    )
+    text = text.lower().replace("\\text", " ").replace("{", "").replace("}", "").replace(" per ", "/").strip(" .")
     for pattern, new in _POWERS:
         text = pattern.sub(new, text)
     dimensions: dict[str, int] = {}
@@ -95,9 +86,7 @@ def unit_named(text: str) -> Unit | None:
     for position, part in enumerate(text.split("/")):
         for word in re.sub(r" ?\^ ?", "^", part).replace("·", " ").split():
             name, _, power_text = word.strip(".").partition("^")
-            unit = (
-                _UNITS.get(name) or _UNITS.get(name.removesuffix("s")) or _UNITS.get(name.removesuffix("es"))
-            )
+            unit = _UNITS.get(name) or _UNITS.get(name.removesuffix("s")) or _UNITS.get(name.removesuffix("es"))
             if unit is None or (power_text and not power_text.lstrip("-").isdigit()):
                 return None
             power = int(power_text or 1) * (-1 if position else 1)

@@ -102,9 +102,7 @@ class VerifierPool:
             SystemFault: a worker process is needed and can't be started.
         """
         if len(responses) != len(golds):
-            raise UserError(
-                "golds", f"{len(golds)} answers", f"one for each of the {len(responses)} responses"
-            )
+            raise UserError("golds", f"{len(golds)} answers", f"one for each of the {len(responses)} responses")
         timeout_s = self.workers.timeout_s if timeout_s is None else timeout_s
         check_timeout(timeout_s)
         first = [self._judge_here(r, g, timeout_s) for r, g in zip(responses, golds, strict=True)]

@@ -1,0 +1,372 @@
+"""Verdicts on single answers: what counts, what is equal to what, and what must never pass."""
+
+from __future__ import annotations
+
+import pytest
+
+from grpo_lit.errors import UserError
+from grpo_lit.rewards import explain, final_answer, verify_math
+from grpo_lit.rewards.algebra import TooLarge, Undecided
+from grpo_lit.rewards.reader import read
+
+Case = tuple[str, str, bool]  # gold, response, right
+
+# Pairs on which published verifiers differ.
+PUBLISHED: list[Case] = [
+    (r"\frac{1}{2}", r"$\boxed{\frac{1}{2}}$", True),
+    (r"\frac{\sqrt{3}}{2}", r"\boxed{\dfrac{\sqrt{3}}{2}}", True),
+    ("#### 1,234", "Total: 1234 \n#### 1234", True),
+    ("1234567", r"\boxed{1,234,567}", True),
+    ("1000", r"\boxed{1{,}000}", True),
+    ("60", r"\boxed{60 \text{ km/h}}", True),
+    (r"25\%", r"\boxed{25}", True),
+    ("0.3333", r"\boxed{\frac{1}{3}}", False),
+    ("0.5", r"\boxed{1/2}", True),
+    ("[0,1)", r"\boxed{[0,1]}", False),
+    (r"(-\infty,2]", r"\boxed{x \le 2}", True),
+    ("(1,2)", r"\boxed{(2,1)}", False),
+    ("-5", r"\boxed{−5}", True),
+    ("42", "The answer is 42.", True),
+    ("7", r"\boxed{3} then wait, \boxed{7}", True),
+    (r"\text{Friday}", r"\boxed{\text{Friday}}", True),
+    ("5", r"\boxed{x=5}", True),
+    (r"\tfrac{3}{4}", r"\boxed{\tfrac34}", True),
+    (r"90^\circ", r"\boxed{90}", True),
+    ("16", r"so 4*4 = 16 and then we need to \boxed{1", False),
+    ("5", r"\boxed{10^{10^{10}}}", False),
+    ("5", r"\boxed{(((10^{9})!)!)!}", False),
+    ("3", r"I considered 3 but \boxed{4}", False),
+    ("1.5", r"\boxed{1,5}", False),
+    (r"\pi", r"\boxed{3.14159}", False),
+    ("A", r"\boxed{A}", True),
+    ("3:4", r"\boxed{3:4}", True),
+]
+
+# False positives and false negatives that users of Math-Verify reported.
+REPORTED = [
+    ("1/2004!", r"\boxed{1/2006!}", False),
+    (r"\frac{1}{2004!}", r"\boxed{\frac{1}{2006!}}", False),
+    (r"\frac{1}{2^{99}}", r"\boxed{\frac{1}{2^{98}}}", False),
+    ("$n=2,3,4$", "$n=1,2,3$", False),
+    ("$D=(0,1)$", "$D=(0,1.5)$", False),
+    ("$12:00$", "$1:00$", False),
+    (r"$1-\frac{1}{e}$", r"$1+\frac{1}{e}$", False),
+    ("$4$", r"$4\sqrt(2)$", False),
+    ("$4$", r"\boxed{4\sqrt{2}}", False),
+    ("$y=2x+3$", "$y=2x-3$", False),
+    ("2x+3y=6", r"\boxed{2x+3y=7}", False),
+    ("2x+3y=6", r"\boxed{4x+6y=12}", True),
+    (r"\sqrt{\frac{1}{n}}", r"\boxed{\frac{1}{\sqrt{n}}}", True),
+    (r"\sqrt{1/n}", r"\boxed{1/\sqrt{n}}", True),
+    ("sqrt(1/n)", "1/sqrt(n)", True),
+    ("13", r"\boxed{\text{13}}", True),
+    (r"\text{13}", "13", True),
+    ("73", "**73**", True),
+    ("234", "**73**", False),
+    ("73", "The answer is **73**.", True),
+    (r"\dfrac{9}{7}", r"\dfrac{9}{7}", True),
+    ("9/7", r"\dfrac{9}{7}", True),
+    ("9/7", r"So it is \dfrac{9}{7}", True),
+    (r"\dfrac{\pi}{2}", r"\boxed{pi/2}", True),
+    (r"\dfrac{\pi}{2}", "pi/2", True),
+    (r"\frac{\pi}{2}", "The answer is pi/2.", True),
+]
+
+THINKING = [
+    ("4", r"<think>\boxed{4}</think>", False),
+    ("4", r"<think>5</think>\boxed{4}", True),
+    ("4", r"<think>5 \boxed{4}", False),
+    ("4", "First, 2 plus 2.\n</think>\nThe answer is 4.", True),
+    ("5", "First \\boxed{5}\n</think>\nThe answer is 4.", False),
+    ("4", r"\boxed{4} <think> hmm", False),
+    ("4", r"<think>a</think> \boxed{4} <think>b \boxed{5}</think>", True),
+    ("4", "<think>a<think>b</think>c</think>4", True),
+]
+
+HEDGES = [
+    ("12", r"\boxed{12 or 13}", False),
+    ("13", r"\boxed{12 \text{ or } 13}", False),
+    ("13", "The answer is 12 or 13.", False),
+    ("13", "It is 12 or 13", False),
+    ("13", "12 or 13", False),
+    ("3", r"\boxed{3 and 4}", False),
+    ("4", "3 and 4", False),
+    ("13", r"\boxed{12} or \boxed{13}", False),
+    ("12", r"\boxed{12, 13}", False),
+    ("5", r"\boxed{\pm 5}", False),
+    ("13", r"\boxed{12 13}", False),
+    ("12", r"\boxed{12 not 13}", False),
+    ("12", r"\boxed{12 \lor 13}", False),
+    ("12", r"\boxed{x=12 \text{ or } x=13}", False),
+    ("12", r"\boxed{12 / 13}", False),
+    ("12", r"\boxed{12-13}", False),
+    ("12", r"\boxed{\{12,13\}}", False),
+    ("12", "#### 12 or 13", False),
+    ("13", "<answer>12 or 13</answer>", False),
+    ("12", r"\boxed{12 \text{ (or maybe } 13)}", False),
+    ("13", "Either 12 or maybe 13.", False),
+    ("12", r"\boxed{12?}", False),
+]
+
+WORDS = [
+    ("A", r"\boxed{(A)}", True),
+    ("A", r"\boxed{\text{A}}", True),
+    ("A", r"\boxed{\textbf{(A)}\ 5}", True),
+    ("A", r"\boxed{B}", False),
+    ("B", "The answer is (B).", True),
+    ("B", "The answer is B", True),
+    (r"\text{(B)}", r"\boxed{B}", True),
+    (r"\text{(B)}", r"\boxed{(C)}", False),
+    ("A", r"\boxed{A, B}", False),
+    ("A", r"\boxed{A or B}", False),
+    ("yes", r"\boxed{\text{Yes}}", True),
+    ("yes", "The answer is no.", False),
+    ("Yes", "Yes, because 3 is prime.", True),
+    ("no", r"\boxed{yes}", False),
+    ("yes", "The answer is yes and no", False),
+    ("None", "It cannot be determined.", True),
+    ("None", r"\boxed{5}", False),
+    ("None", "The answer is none.", True),
+    (r"\text{Evelyn}", r"\boxed{\text{Evelyn}}", True),
+    (r"\text{Evelyn}", r"\boxed{Evelyn}", True),
+    (r"\text{Evelyn}", r"\boxed{Carla}", False),
+    (r"\text{even}", r"The function is \boxed{even}", True),
+    (r"\text{even}", r"\boxed{odd}", False),
+    ("ellipse", r"\boxed{\text{an ellipse}}", True),
+]
+
+UNITS = [
+    ("15 cm^2", r"\boxed{15\text{ cm}^2}", True),
+    (r"15\mbox{ cm}^2", r"\boxed{15}", True),
+    (r"9 \text{ inches}", r"\boxed{9 \text{ feet}}", False),
+    (r"9 \text{ feet}", r"\boxed{108 \text{ inches}}", True),
+    ("5 hours", r"\boxed{300 minutes}", True),
+    ("245 yd.", r"\boxed{245\text{ yards}}", True),
+    ("0.25", r"\boxed{25\%}", True),
+    ("25%", r"\boxed{0.25}", True),
+    ("25", r"\boxed{0.25}", False),
+    (r"80\%", r"\boxed{80}", True),
+    (r"80\%", r"\boxed{8}", False),
+    (r"\$36", r"\boxed{36}", True),
+    (r"\$32,\!348", r"\boxed{32348}", True),
+    ("36", r"\boxed{\$36.00}", True),
+    ("5", r"\boxed{5 \text{ million}}", False),
+    ("5000000", r"\boxed{5 \text{ million}}", True),
+    ("5", r"\boxed{five}", True),
+    ("12", r"\boxed{12 apples}", True),
+    ("12", r"\boxed{12x}", False),
+    ("20", "He has 20 dollars left.", True),
+    ("20", "#### $20.00", True),
+]
+
+INTERVALS = [
+    (r"(2,\infty)", r"\boxed{x>2}", True),
+    (r"(2,\infty)", r"\boxed{x\ge 2}", False),
+    ("x>2", r"\boxed{(2,\infty)}", True),
+    ("-793 < a < 10", r"\boxed{(-793,10)}", True),
+    (r"(0,9)\cup(9,36)", r"\boxed{(9,36)\cup(0,9)}", True),
+    (r"x \neq 3", r"\boxed{(-\infty,3)\cup(3,\infty)}", True),
+    ("(0,1)", r"\boxed{[0,1)}", False),
+    (r"\mathbb{R}", r"\boxed{(-\infty,\infty)}", True),
+    (r"x<-1 \text{ or } x>1", r"\boxed{(-\infty,-1)\cup(1,\infty)}", True),
+    ("[-1,1]", r"\boxed{-1\le x\le 1}", True),
+]
+
+COLLECTIONS = [
+    (r"\{1\pm\sqrt{5},-2\}", r"\boxed{-2, 1+\sqrt{5}, 1-\sqrt{5}}", True),
+    (r"1 \pm \sqrt{19}", r"\boxed{1+\sqrt{19},1-\sqrt{19}}", True),
+    ("3, 5, 7", r"\boxed{7,3,5}", True),
+    ("3, 5, 7", r"\boxed{3,5}", False),
+    ("3,5,7", r"\boxed{3} and \boxed{5} and \boxed{7}", True),
+    ("(1,2)", r"\boxed{1,2}", True),
+    ("(1,2)", r"\boxed{\{1,2\}}", False),
+    ("(1,2),(3,4)", r"\boxed{(3,4),(1,2)}", True),
+    ("(1,2),(3,4)", r"\boxed{(2,1),(3,4)}", False),
+    ("3:4", r"\boxed{\frac{3}{4}}", True),
+    ("3:4", r"\boxed{6:8}", True),
+    ("3:4", r"\boxed{4:3}", False),
+    ("2:30", r"\boxed{2:30 \text{ PM}}", True),
+    ("2:30 AM", r"\boxed{2:30 \text{ PM}}", False),
+]
+
+MATRICES = [
+    (
+        r"\begin{pmatrix} 1/5 \\ -18/5 \end{pmatrix}",
+        r"\boxed{\begin{bmatrix} \frac15 \\ -\frac{18}{5} \end{bmatrix}}",
+        True,
+    ),
+    (r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}", r"\boxed{\begin{pmatrix} 1 & 2 \\ 3 & 5 \end{pmatrix}}", False),
+    (r"\begin{pmatrix} -18 \\ -49 \\ 96 \end{pmatrix}", r"\boxed{(-18,-49,96)}", True),
+]
+
+OTHERS = [
+    ("5", r"\boxed{5 = x}", True),
+    ("6", r"\boxed{5=6}", False),
+    ("5", r"\boxed{\text{not } 5}", False),
+    (r"\frac{1}{12}", r"\boxed{0.0833333333333333}", True),
+    (r"\frac{1}{3}", r"\boxed{0.333333}", False),
+    ("P(x)", r"\boxed{p(x)}", False),
+    (r"\sqrt{x^2}", r"\boxed{x}", False),
+    (r"3 \bmod 5", r"\boxed{3 \bmod 7}", False),
+    (r"x^2+2x+1", r"\boxed{(x+1)^2}", True),
+    (r"\frac{1}{\sqrt{2}-1}", r"\boxed{1+\sqrt{2}}", True),
+    (r"\sin^2 x", r"\boxed{1-\cos^2 x}", True),
+    (r"\sum_{k=1}^{n} k", r"\boxed{\frac{n(n+1)}{2}}", True),
+    ("x > 1", r"\boxed{2x > 2}", True),
+    ("x > 1", r"\boxed{-x > -1}", False),
+    (r"a \le b", r"\boxed{2b \ge 2a}", True),
+    (r"1+10^{-40}\sin 1", r"\boxed{1}", True),
+    (r"1+10^{-20}\sin 1", r"\boxed{1}", False),
+    ("52_8", r"\boxed{52_8}", True),
+    ("52_8", r"\boxed{52}", True),
+    ("52_8", r"\boxed{52_{8}}", True),
+    ("52_8", r"\boxed{42}", False),
+    ("52_8", r"\boxed{52_9}", False),
+    ("4K", r"\boxed{4K}", True),
+    ("-f(-y)", r"\boxed{f(y)}", False),
+    ("-f(-y)", r"\boxed{-f(-y)}", True),
+    (r"\cot x", r"\boxed{\frac{\cos x}{\sin x}}", True),
+    (r"\cot x", r"\boxed{\tan x}", False),
+    (r"\binom{2n}{n}", r"\boxed{\frac{(2n)!}{n!^2}}", True),
+    (r"\binom{2n}{n}", r"\boxed{\frac{(2n)!}{(n!)^2}}", True),
+    (r"\lceil n/2\rceil+1", r"\boxed{\lfloor (n+1)/2 \rfloor + 1}", True),
+    (r"2\sqrt[12]{32}", r"\boxed{2^{17/12}}", True),
+    (r"2,-\log _{10} 250", r"\boxed{-\log_{10}250, 2}", True),
+    (r"5 \sqrt[3]{4}", r"\boxed{5 \cdot 4^{1/3}}", True),
+    ("f(n)=n^{2}", r"\boxed{f(x)=x^2}", True),
+    ("f(n)=n^{2}", r"\boxed{n^2}", True),
+    ("A=B", r"\boxed{A=B}", True),
+    ("e^{x}", r"\boxed{e^{-x}}", False),
+    (r"\ln 2", r"\boxed{\ln 3}", False),
+    (r"\frac{10^{b}}{n}", r"\boxed{10^b/n}", True),
+    ("2^{k-n}", r"\boxed{\frac{2^k}{2^n}}", True),
+    ("2^{k-1}", r"\boxed{2^k-1}", False),
+    ("023", r"\boxed{23}", True),
+    (r"12\frac{3}{5}", r"\boxed{12.6}", True),
+    (r"12\frac{3}{5}", r"\boxed{\frac{36}{5}}", False),
+    ("July 4, 2020", r"\boxed{4 July 2020}", True),
+    ("July 4", r"\boxed{July 5}", False),
+    ("x^2+y^2=4", r"\boxed{x^2+y^2-4=0}", True),
+    ("-1,1", r"\boxed{x=\pm1}", True),
+    ("|x|", r"\boxed{x}", False),
+    ("10", r"\boxed{2x=10}", False),
+    ("5", r"\boxed{x+y=5}", True),
+    ("16", r"\boxed{4\cdot4=16}", True),
+    ("2", "The solutions are 1 and 2.", False),
+    ("1, 2", "The solutions are 1 and 2.", True),
+    ("6", r"\boxed 6", True),
+    ("5", r"\boxed{\boxed{5}}", True),
+    ("5", "The answer is: \n5", True),
+    ("5", "**Answer:** 5", True),
+    ("5", r"Answer: $\frac{10}{2}$", True),
+    ("1.5", "It costs $1.50", True),
+    ("20", r"so \[ x = 20 \]", True),
+]
+
+TABLES = {
+    "published": PUBLISHED,
+    "reported": REPORTED,
+    "thinking": THINKING,
+    "hedges": HEDGES,
+    "words": WORDS,
+    "units": UNITS,
+    "intervals": INTERVALS,
+    "collections": COLLECTIONS,
+    "matrices": MATRICES,
+    "others": OTHERS,
+}
+
+
+@pytest.mark.parametrize(
+    ("gold", "response", "right"),
+    [pytest.param(*case, id=f"{name}-{number}") for name, cases in TABLES.items() for number, case in enumerate(cases)],
+)
+def test_verdict(gold: str, response: str, right: bool) -> None:
+    verdict = verify_math(response, gold)
+    assert verdict.correct is right, explain(response, gold)
+    assert verdict.kind in (("correct",) if right else ("wrong", "unparsable"))
+    assert verdict.reason
+
+
+@pytest.mark.parametrize(
+    ("response", "text", "source"),
+    [
+        (r"\boxed{1} no, \boxed{2}", "2", "boxed"),
+        (r"\boxed{1}, \boxed{2}", "1, 2", "boxed"),
+        (r"\boxed{1} \boxed{2", "1", "boxed"),
+        (r"\boxed{a \text{ if } b\} c}", r"a \text{ if } b\} c", "boxed"),
+        (r"\fbox{7}", "7", "boxed"),
+        ("<answer>7</answer> and 8", "7", "answer tag"),
+        ("so 3\n#### 7\n8", "7", "####"),
+        ("The answer is 7. I checked it with 8.", "7", "phrase"),
+        ("The final answer is $7$. I hope it is correct.", "7", "phrase"),
+        ("A: 7", "7", "phrase"),
+        (r"\frac{1}{2}", r"\frac{1}{2}", "whole response"),
+        ("We get 5, and then 7 apples in the end.", "7", "last value"),
+        (r"So \[ x = 7 \] holds.", "x = 7", "last value"),
+        ("He pays $5 and then $12 for it.", "$12", "last value"),
+        ("That makes 12.<|im_end|>\n<|im_start|>user\nAnd 13?", "12", "last value"),
+    ],
+)
+def test_where_the_answer_is_found(response: str, text: str, source: str) -> None:
+    found = final_answer(response)
+    assert (found.text or "").strip("$ ") == text.strip("$ ")
+    assert found.source == source
+
+
+@pytest.mark.parametrize(
+    ("response", "reason"),
+    [
+        ("", "empty"),
+        ("<think>so it is 5", "inside <think>"),
+        (r"it is 5, \boxed{5", "never closed"),
+        (r"\boxed{}", "empty"),
+        ("I have no idea what to say about all of these things.", "no number"),
+    ],
+)
+def test_no_answer_is_unparsable_and_says_why(response: str, reason: str) -> None:
+    verdict = verify_math(response, "5")
+    assert (verdict.kind, verdict.extracted, verdict.correct) == ("unparsable", None, False)
+    assert reason in verdict.reason
+
+
+def test_extracted_is_what_was_written() -> None:
+    assert verify_math(r"thus \boxed{\dfrac{1}{2}}", "0.5").extracted == r"\dfrac{1}{2}"
+
+
+def test_an_empty_gold_answer_is_never_right() -> None:
+    assert verify_math(r"\boxed{}", "").kind == "unparsable"
+    assert verify_math(r"\boxed{5}", " ").kind == "unparsable"
+
+
+@pytest.mark.parametrize(("response", "gold", "timeout_s"), [(5, "5", 5.0), ("5", 5, 5.0), ("5", "5", 0.0)])
+def test_bad_arguments_are_named(response: str, gold: str, timeout_s: float) -> None:
+    with pytest.raises(UserError, match=r"^(response|gold|timeout_s)="):
+        verify_math(response, gold, timeout_s=timeout_s)
+
+
+def test_explanation_names_both_readings_and_the_route() -> None:
+    text = explain(r"So \boxed{\dfrac12}", "#### 0.5")
+    assert text.startswith("verdict   correct: ")
+    for part in ("'0.5'", r"'\\dfrac12'", "found by: boxed", r"'\\frac12'", "by exact"):
+        assert part in text
+
+
+def test_algebra_is_exact() -> None:
+    assert read(r"\frac{1}{2004!}").same_as(read(r"\frac{1}{2006!}")) is False
+    assert read(r"(1+10^{-300})").same_as(read("1")) is False
+    assert read(r"\sqrt{2}\sqrt{3}").same_as(read(r"\sqrt{6}"))
+    assert read(r"\frac{1}{x-y}+\frac{1}{x+y}").same_as(read(r"\frac{2x}{x^2-y^2}"))
+    assert read("0.1+0.2").rational == read("0.3").rational
+
+
+@pytest.mark.parametrize("text", ["9^{9^{9}}", "10000!", "(" * 60 + "1" + ")" * 60, "(x+y+z)^{40}", "1" * 5000])
+def test_algebra_refuses_what_is_too_large(text: str) -> None:
+    with pytest.raises(TooLarge):
+        read(text)
+
+
+@pytest.mark.parametrize("text", ["1 2", r"\sin x", "2^x", "f(x)", "1/0", "x +", r"\sqrt{x}", "1 = 1", ""])
+def test_algebra_leaves_the_rest_undecided(text: str) -> None:
+    with pytest.raises(Undecided):
+        read(text)
