@@ -87,9 +87,7 @@ def cases() -> list[Case]:
             found.append(Case(f"vespo rollout {mode}", "vespo", {"rollout": mode}, ours))
     bonus = {"entropy_coef": 0.01}
     found.append(Case("dapo entropy bonus", "dapo", bonus, LOSS_TYPES["dapo"] | bonus))
-    found.append(
-        Case("grpo entropy bonus", "grpo", bonus, bonus, choice="the bonus has the reduction's weights")
-    )
+    found.append(Case("grpo entropy bonus", "grpo", bonus, bonus, choice="the bonus has the reduction's weights"))
     empty = "rows without tokens are out of the divisor"
     found.append(Case("grpo, a masked row", "grpo", choice=empty, masked_row=2))
     fixed = LOSS_TYPES["dr_grpo"]
@@ -243,9 +241,7 @@ def compare_advantages() -> list[tuple[str, float]]:
         lines.append((f"scale {scale}", float((got - expected).abs().max())))
     two = torch.rand(N, 2, generator=torch.Generator().manual_seed(2))
     by_function = two.view(2, 4, 2)
-    scaled = (by_function - by_function.mean(dim=1, keepdim=True)) / (
-        nanstd(by_function, dim=1, keepdim=True) + 1e-4
-    )
+    scaled = (by_function - by_function.mean(dim=1, keepdim=True)) / (nanstd(by_function, dim=1, keepdim=True) + 1e-4)
     total = (scaled.view(N, 2) * torch.tensor([1.0, 0.5])).sum(dim=1)
     expected = (total - total.mean()) / (nanstd(total) + 1e-4)
     got = multi_reward_advantages(two, GROUP_IDS, torch.tensor([1.0, 0.5]), correction=1)
@@ -285,14 +281,10 @@ def main() -> int:
         print(f"{case.name:30}{float(loss):11.6f}{figures}{exact}{verdict}")
     for name, difference in compare_advantages():
         failed += difference > TOLERANCE
-        print(
-            f"{'advantages, ' + name:38}{difference:10.1e}{'  DIFFERENT' if difference > TOLERANCE else ''}"
-        )
+        print(f"{'advantages, ' + name:38}{difference:10.1e}{'  DIFFERENT' if difference > TOLERANCE else ''}")
     data = tensors(torch.float64, None)
     for mode in ("token_truncate", "sequence_mask"):
-        ours = rollout_weights(
-            data["old_logprobs"], data["rollout_logprobs"], data["completion_mask"], mode, 1.2
-        )
+        ours = rollout_weights(data["old_logprobs"], data["rollout_logprobs"], data["completion_mask"], mode, 1.2)
         mask = data["completion_mask"]
         difference = float(((ours - trl_rollout_ratio(data, mode)) * mask).abs().max())
         failed += difference > TOLERANCE

@@ -38,9 +38,7 @@ def run(rank: int) -> dict[str, Any]:
     found["summed"] = [param.grad for param in summed]
     found["averaged"] = [param.grad for param in averaged]
     found["totals"] = sum_over_ranks(rank + 1, torch.tensor(10 * (rank + 1)), 0.5)
-    rows = torch.arange(3 * rank, 3 * rank + 2 * rank).view(-1, 1) * torch.ones(
-        1, 2
-    )  # none on rank 0, two on rank 1
+    rows = torch.arange(3 * rank, 3 * rank + 2 * rank).view(-1, 1) * torch.ones(1, 2)  # none on rank 0, two on rank 1
     gathered, mine = gather_rows(rows)
     found["gathered"], found["own"] = gathered, gathered[mine]
     found["ids"], _ = gather_rows(torch.arange(rank + 2))
@@ -60,8 +58,6 @@ def run(rank: int) -> dict[str, Any]:
 if __name__ == "__main__":
     rank, num_ranks, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=(folder / "meeting").as_uri(), rank=rank, world_size=num_ranks
-    )
+    dist.init_process_group("gloo", init_method=(folder / "meeting").as_uri(), rank=rank, world_size=num_ranks)
     torch.save(run(rank), folder / f"{rank}.pt")
     dist.destroy_process_group()

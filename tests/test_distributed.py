@@ -124,7 +124,5 @@ def test_hash_of_a_strided_view_is_that_of_its_values() -> None:
 
 
 def test_hash_takes_every_dtype() -> None:
-    digests = {
-        parameter_hash([torch.ones(4).to(dtype)]) for dtype in (torch.bfloat16, torch.float16, torch.int8)
-    }
+    digests = {parameter_hash([torch.ones(4).to(dtype)]) for dtype in (torch.bfloat16, torch.float16, torch.int8)}
     assert len(digests) == 3

@@ -43,9 +43,7 @@ def test_covariance() -> None:
 
 
 def test_kl_cov_picks_the_largest_covariances() -> None:
-    config = LossConfig(
-        token_rule="kl_cov", token_rule_share=0.28, token_rule_coef=0.5, objective="unclipped"
-    )
+    config = LossConfig(token_rule="kl_cov", token_rule_share=0.28, token_rule_coef=0.5, objective="unclipped")
     selection = select_tokens(LOGPROBS, ADVANTAGES, MASK, config=config)
     best = covariance_by_hand().where(MASK, torch.tensor(float("-inf"))).flatten().topk(3).indices
     expected = torch.zeros(15).index_fill(0, best, 0.5).view(3, 5)
@@ -131,9 +129,7 @@ def test_the_distance_to_the_old_policy_pulls_both_ways_and_not_at_ratio_one() -
     mask = torch.ones(1, 3, dtype=torch.bool)
     selection = TokenSelection(mask, torch.full((1, 3), 0.75))
     config = LossConfig(token_rule="kl_cov", objective="unclipped")
-    output = grpo_loss(
-        logprobs, old, torch.zeros(1), torch.ones(1, 3), mask, selection=selection, config=config
-    )
+    output = grpo_loss(logprobs, old, torch.zeros(1), torch.ones(1, 3), mask, selection=selection, config=config)
     (gradient,) = torch.autograd.grad(output.loss, logprobs)
     assert gradient.tolist() == [[0.75, -0.75, 0.0]]
     assert float(output.loss.detach()) == pytest.approx(0.75)

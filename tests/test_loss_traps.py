@@ -133,9 +133,7 @@ def test_masked_tokens_get_exactly_zero_gradient_whatever_they_hold(name: str, g
     mask = clean["completion_mask"]
     weights = weights_of(mask, config)
     dirty = {
-        key: torch.where(mask, tensor, garbage)
-        if tensor.shape == mask.shape and key != "completion_mask"
-        else tensor
+        key: torch.where(mask, tensor, garbage) if tensor.shape == mask.shape and key != "completion_mask" else tensor
         for key, tensor in clean.items()
     }
     expected, clean_outputs = run(clean, weights, config, [N])
@@ -215,9 +213,7 @@ def test_flat_groups_push_no_policy_gradient_but_still_feel_the_reference() -> N
 @pytest.mark.parametrize("leave_one_out", [False, True])
 def test_no_variation_is_decided_by_equality(rewards: list[float], flat: bool, leave_one_out: bool) -> None:
     """A leave-one-out spread in float32 made 4000-fold advantages of rounding (NeMo-RL#4158)."""
-    got = group_advantages(
-        torch.tensor(rewards), torch.zeros(8, dtype=torch.long), leave_one_out=leave_one_out
-    )
+    got = group_advantages(torch.tensor(rewards), torch.zeros(8, dtype=torch.long), leave_one_out=leave_one_out)
     if flat:
         assert torch.equal(got, torch.zeros(8))
     else:

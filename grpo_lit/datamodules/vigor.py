@@ -119,15 +119,11 @@ class VigorAllocator:
         values = rewards.tolist() if isinstance(rewards, Tensor) else list(rewards)
         numbers = [math.nan if value is None else float(value) for value in values]
         if self._round < 0 or prompt_index not in self._active:
-            raise UserError(
-                "prompt_index", prompt_index, f"a prompt active in this round: {sorted(self._active)}"
-            )
+            raise UserError("prompt_index", prompt_index, f"a prompt active in this round: {sorted(self._active)}")
         if prompt_index in self._observed:
             raise UserError("prompt_index", prompt_index, "a prompt not observed yet in this round")
         if len(numbers) != self._count(self._round):
-            raise UserError(
-                "rewards", f"{len(numbers)} numbers", f"{self._count(self._round)} numbers this round"
-            )
+            raise UserError("rewards", f"{len(numbers)} numbers", f"{self._count(self._round)} numbers this round")
         if any(math.isinf(number) for number in numbers):
             raise UserError("rewards", numbers, "finite numbers, None or NaN")
         self._rewards[prompt_index].extend(numbers)
@@ -185,9 +181,7 @@ class VigorAllocator:
             UserError: if the number of prompts differs.
         """
         if len(state["rewards"]) != self.num_prompts:
-            raise UserError(
-                "vigor.num_prompts", self.num_prompts, f"{len(state['rewards'])} as in the saved state"
-            )
+            raise UserError("vigor.num_prompts", self.num_prompts, f"{len(state['rewards'])} as in the saved state")
         self._round = state["round"]
         self._active = list(state["active"])
         self._observed = set(state["observed"])

@@ -97,9 +97,7 @@ class LossConfig:
     """Clip-Cov picks among tokens with a covariance above this."""
     clip_cov_high: float = 5.0
     """Clip-Cov picks among tokens with a covariance below this."""
-    rollout_correction: Literal[
-        "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
-    ] = "none"
+    rollout_correction: Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = "none"
     """Weigh the policy term by p_old / p_rollout, truncated at the cap or dropped above it."""
     rollout_correction_cap: float = 3.0
     """Largest such weight."""
@@ -212,9 +210,7 @@ class LossConfig:
         if self.token_rule != "none":
             self._check_token_rule()
         if self.objective == "vespo" and self.rollout_correction.startswith("sequence"):
-            accepted = (
-                "none | token_truncate | token_mask with objective='vespo', a product over tokens itself"
-            )
+            accepted = "none | token_truncate | token_mask with objective='vespo', a product over tokens itself"
             raise _refused("rollout_correction", self.rollout_correction, accepted)
 
     def _check_token_rule(self) -> None:

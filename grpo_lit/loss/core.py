@@ -83,9 +83,7 @@ def grpo_loss(
     policy = _policy_term(batch, config)
     if config.token_rule != "none":
         if selection is None:
-            selection = select_tokens(
-                batch.logp, _as_rows(advantages), batch.mask, entropy=entropy, config=config
-            )
+            selection = select_tokens(batch.logp, _as_rows(advantages), batch.mask, entropy=entropy, config=config)
         policy = _apply_selection(policy, selection, batch)
 
     weight = torch.where(batch.live, weights.to(batch.logp.dtype), 0)
@@ -144,9 +142,7 @@ def _prepare(
     row_advantages = _as_rows(advantages).detach().to(dtype)
     if config.objective == "gmpo":
         low, high = config.epsilon_low, config.epsilon_high
-        log_ratio = objectives.gmpo_log_ratio(
-            logp - old, row_advantages, mask, epsilon_low=low, epsilon_high=high
-        )
+        log_ratio = objectives.gmpo_log_ratio(logp - old, row_advantages, mask, epsilon_low=low, epsilon_high=high)
     else:
         log_ratio = objectives.leveled_log_ratio(logp, old, mask, config.ratio)
     return _Batch(
@@ -165,18 +161,14 @@ def _policy_term(batch: _Batch, config: LossConfig) -> Tensor:
     """(N, T) policy loss per token, corrected for the rollout engine and for old rows."""
     advantages = batch.advantages
     if config.off_policy_threshold is not None:
-        keep = off_policy_keep(
-            batch.logp, batch.behaviour, advantages, batch.mask, config.off_policy_threshold
-        )
+        keep = off_policy_keep(batch.logp, batch.behaviour, advantages, batch.mask, config.off_policy_threshold)
         advantages = torch.where(keep, advantages, 0)
     if batch.correction is not None and config.objective != "vespo":
         # As a factor of the advantage: being positive it changes no sign, and 0 drops the token.
         advantages = advantages * batch.correction
     log_ratio, logp, low, high = batch.log_ratio, batch.logp, config.epsilon_low, config.epsilon_high
     if config.objective == "clip":
-        return objectives.clip_objective(
-            log_ratio, advantages, epsilon_low=low, epsilon_high=high, delta=config.delta
-        )
+        return objectives.clip_objective(log_ratio, advantages, epsilon_low=low, epsilon_high=high, delta=config.delta)
     if config.objective in ("unclipped", "gmpo"):  # gmpo's log-ratio is clipped already
         return objectives.unclipped_objective(log_ratio, advantages)
     if config.objective == "cispo":

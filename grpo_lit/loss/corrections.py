@@ -8,9 +8,7 @@ from torch import Tensor
 from grpo_lit.loss.divergences import MAX_LOG_RATIO
 
 
-def rollout_weights(
-    old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, mode: str, cap: float
-) -> Tensor:
+def rollout_weights(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, mode: str, cap: float) -> Tensor:
     """p_old / p_rollout, made safe to multiply with; no gradient. (N, T)
 
     The trainer's log-probs of a token differ from those of the engine that sampled it, so samples come from a

@@ -74,9 +74,7 @@ def clip_objective(
     epsilon_high > epsilon_low is DAPO's clip-higher (2503.14476). With `delta`, r is also held at delta from
     above where A < 0 (dual clip, 1912.09729 eq. 5; two-sided clip of INTELLECT-2, 2505.07291).
     """
-    low, high, dual = clip_masks(
-        log_ratio, advantages, epsilon_low=epsilon_low, epsilon_high=epsilon_high, delta=delta
-    )
+    low, high, dual = clip_masks(log_ratio, advantages, epsilon_low=epsilon_low, epsilon_high=epsilon_high, delta=delta)
     # The clipped value is a constant. torch.minimum would share the gradient at a tie, and its backward would
     # form 0 x inf where the ratio overflows.
     held = torch.zeros_like(log_ratio)
@@ -109,9 +107,7 @@ def cispo_objective(log_ratio: Tensor, logprobs: Tensor, advantages: Tensor, *, 
     return -weight * advantages * torch.where(moving, logprobs, 0)
 
 
-def sapo_objective(
-    log_ratio: Tensor, advantages: Tensor, *, tau_positive: float, tau_negative: float
-) -> Tensor:
+def sapo_objective(log_ratio: Tensor, advantages: Tensor, *, tau_positive: float, tau_negative: float) -> Tensor:
     """-(4 / tau) sigmoid(tau (r - 1)) A, tau by the sign of A. SAPO, 2511.20347.
 
     A soft gate in place of the clip: the gradient at r = 1 is that of r A, and it fades on both sides.

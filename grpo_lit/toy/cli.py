@@ -211,9 +211,7 @@ def _plot_curves(runs: dict[int, list[ToyRun]], path: Path) -> Path:
     figure, axes = _axes("update", "probability of the right answer")
     for index, (count, group) in enumerate(runs.items()):
         for number, run in enumerate(group):
-            axes.plot(
-                run.curve, color=f"C{index}", linewidth=1, label=_passes(count) if number == 0 else None
-            )
+            axes.plot(run.curve, color=f"C{index}", linewidth=1, label=_passes(count) if number == 0 else None)
     axes.set_ylim(0, 1)
     axes.legend()
     return _save(figure, path)
@@ -225,12 +223,8 @@ def _plot_length(policy: LengthPolicy, rows: list[LengthRow], path: Path) -> Pat
     axes.plot(alphas, [policy.exact_update(alpha) for alpha in alphas], label="exact")
     errors = [2 * row.standard_error for row in rows]
     sampled = [row.sampled for row in rows]
-    axes.errorbar(
-        [row.alpha for row in rows], sampled, yerr=errors, fmt="o", label="sampled, 2 standard errors"
-    )
-    axes.axhline(
-        policy.exact_update(1.0), color="grey", linestyle=":", label="derivative of the expected reward"
-    )
+    axes.errorbar([row.alpha for row in rows], sampled, yerr=errors, fmt="o", label="sampled, 2 standard errors")
+    axes.axhline(policy.exact_update(1.0), color="grey", linestyle=":", label="derivative of the expected reward")
     axes.legend()
     return _save(figure, path)
 

@@ -126,9 +126,7 @@ def train_sharded(
     counts = local_counts([group_size] * NUM_PROMPTS, layout, rank, num_ranks)
     for step in range(updates):
         rollout = policy.sample(uniforms, counts)
-        sharded_update(
-            policy, optimizer, rollout, passes=passes, micro_batch_rows=micro_batch_rows, step=step
-        )
+        sharded_update(policy, optimizer, rollout, passes=passes, micro_batch_rows=micro_batch_rows, step=step)
     return policy.success(), policy.is_greedy_right()
 
 

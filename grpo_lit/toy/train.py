@@ -10,9 +10,7 @@ from grpo_lit.loss import LossConfig, grpo_loss
 from grpo_lit.toy.echo import EchoPolicy, EchoRollout, Uniforms
 from grpo_lit.toy.generators import MersenneTwister, TorchUniforms
 
-TOY_LOSS = LossConfig(
-    epsilon_low=0.2, epsilon_high=0.2, beta=0.01, advantage_eps=1e-8, advantage_eps_inside_root=True
-)
+TOY_LOSS = LossConfig(epsilon_low=0.2, epsilon_high=0.2, beta=0.01, advantage_eps=1e-8, advantage_eps_inside_root=True)
 
 
 class ToyRun(NamedTuple):
@@ -74,9 +72,7 @@ def update(
 ) -> None:
     """`passes` optimizer steps on one rollout; the reference is the uniform policy."""
     advantages = config.group_advantages(rollout.rewards, rollout.group_ids)
-    weights = config.token_weights(
-        rollout.mask, rollout.group_ids, max_completion_length=rollout.mask.shape[1]
-    )
+    weights = config.token_weights(rollout.mask, rollout.group_ids, max_completion_length=rollout.mask.shape[1])
     old_logprobs = policy.logprobs(rollout.states, rollout.actions).detach()
     ref_logprobs = EchoPolicy(policy.logits.dtype).logprobs(rollout.states, rollout.actions).detach()
     for _ in range(passes):

@@ -52,9 +52,7 @@ def run(rank: int, num_ranks: int) -> dict[Any, Any]:
         share = local_counts(COUNTS[counts], layout, rank, num_ranks)
         rollout = policy.sample(MersenneTwister(10 + rank), share)
         # 2 rows at a time on rank 0 and 5 on rank 1: different numbers of micro-batches
-        sharded_update(
-            policy, optimizer, rollout, passes=3, micro_batch_rows=(2, 5)[rank], config=config_of(reduction)
-        )
+        sharded_update(policy, optimizer, rollout, passes=3, micro_batch_rows=(2, 5)[rank], config=config_of(reduction))
         weights = policy.logits.detach()
         found[reduction, layout, counts] = (tuple(rollout), weights, parameter_hash([weights]))
     return found
@@ -63,8 +61,6 @@ def run(rank: int, num_ranks: int) -> dict[Any, Any]:
 if __name__ == "__main__":
     rank, num_ranks, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=(folder / "meeting").as_uri(), rank=rank, world_size=num_ranks
-    )
+    dist.init_process_group("gloo", init_method=(folder / "meeting").as_uri(), rank=rank, world_size=num_ranks)
     torch.save(run(rank, num_ranks), folder / f"{rank}.pt")
     dist.destroy_process_group()
