@@ -69,9 +69,7 @@ def entropy_mask(
     return kept
 
 
-def _threshold(
-    keys: Tensor, mask: Tensor, keep: float, all_reduce: Callable[[Tensor], object] | None
-) -> Tensor:
+def _threshold(keys: Tensor, mask: Tensor, keep: float, all_reduce: Callable[[Tensor], object] | None) -> Tensor:
     """The ceil(keep n)-th largest of the n masked keys over all ranks; above all keys if n = 0."""
     live, keys = mask.flatten(), keys.flatten()
     prefix = torch.zeros((), dtype=torch.int32, device=keys.device)

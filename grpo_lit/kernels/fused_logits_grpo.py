@@ -105,9 +105,7 @@ def fused_logits_grpo(
     chosen = resolve_impl("fused_logits_grpo", impl, logits.device)
     options = RowOptions(float(temperature), 0.0, vocab, chosen)
     if torch.is_grad_enabled() and logits.requires_grad:
-        loss, logprobs, entropy = _FusedLogitsGRPO.apply(
-            grid, inputs, scalars, options, return_stats, inplace
-        )
+        loss, logprobs, entropy = _FusedLogitsGRPO.apply(grid, inputs, scalars, options, return_stats, inplace)
     else:
         rows, logprobs, entropy, _ = torch.ops.grpo_lit.fused_logits_grpo(
             grid, *inputs, list(scalars), *options, return_stats, False

@@ -49,9 +49,7 @@ def grpo_token_loss(
     """
     scalars = token_scalars(config)
     if scalars.entropy_coef != 0:
-        raise UserError(
-            "config.entropy_coef", scalars.entropy_coef, "0 without logits; fused_logits_grpo has it"
-        )
+        raise UserError("config.entropy_coef", scalars.entropy_coef, "0 without logits; fused_logits_grpo has it")
     shape = logprobs.shape
     for name, value in (("old_logprobs", old_logprobs), ("weights", weights), ("ref_logprobs", ref_logprobs)):
         if value is not None and value.shape != shape:
@@ -118,9 +116,7 @@ class _GRPOTokenLoss(torch.autograd.Function):
         scalars: TokenScalars,
         impl: str,
     ) -> Tensor:
-        loss, slope = torch.ops.grpo_lit.grpo_token_loss(
-            logprobs, old, advantages, weights, ref, list(scalars), impl
-        )
+        loss, slope = torch.ops.grpo_lit.grpo_token_loss(logprobs, old, advantages, weights, ref, list(scalars), impl)
         ctx.save_for_backward(slope)
         return loss
 

@@ -98,9 +98,7 @@ def linear_logprobs(
         impl=resolve_impl("linear_logprobs", impl, hidden.device),
     )
     if mask is not None and (mask.shape != completion_ids.shape or mask.dtype != torch.bool):
-        raise UserError(
-            "mask", (mask.dtype, tuple(mask.shape)), f"bool of shape {tuple(completion_ids.shape)}"
-        )
+        raise UserError("mask", (mask.dtype, tuple(mask.shape)), f"bool of shape {tuple(completion_ids.shape)}")
     shape = completion_ids.shape
     rows = hidden.reshape(-1, hidden.shape[-1]).to(lm_head_weight.dtype)
     ids = completion_ids.reshape(-1)
@@ -111,9 +109,7 @@ def linear_logprobs(
     if torch.is_grad_enabled() and any(trains):
         logprobs, entropy = _LinearLogprobs.apply(rows, lm_head_weight, ids, bias, options)
     else:
-        logprobs, entropy, _ = torch.ops.grpo_lit.linear_logprobs(
-            rows, lm_head_weight, ids, bias, *options, False
-        )
+        logprobs, entropy, _ = torch.ops.grpo_lit.linear_logprobs(rows, lm_head_weight, ids, bias, *options, False)
     if kept is not None:
         empty = logprobs.new_zeros(completion_ids.numel())
         logprobs, entropy = empty.index_copy(0, kept, logprobs), empty.index_copy(0, kept, entropy)
@@ -153,9 +149,7 @@ def _op(
             if jacobian:
                 dlogits = gradient_buffer(logits, weight, impl)
                 g = ones[: len(logits)]
-                logit_rows.given_rows(
-                    logits[None], ids[part], g, None, options, out.part(part), dlogits[None]
-                )
+                logit_rows.given_rows(logits[None], ids[part], g, None, options, out.part(part), dlogits[None])
                 torch.mm(dlogits, weight, out=jac[part])
                 del dlogits
             else:
@@ -200,9 +194,7 @@ def _backward_op(
             logits = project(hidden[part], weight, bias, narrow)
             dlogits = gradient_buffer(logits, weight, impl)
             e = None if dentropy is None else dentropy[part]
-            logit_rows.given_rows(
-                logits[None], ids[part], dlogprobs[part], e, options, out.part(part), dlogits[None]
-            )
+            logit_rows.given_rows(logits[None], ids[part], dlogprobs[part], e, options, out.part(part), dlogits[None])
             del logits
             total.add(part, dlogits, hidden[part], weight)
             del dlogits
@@ -225,9 +217,7 @@ class _LinearLogprobs(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, ids: Tensor, bias: Tensor | None, options: HeadOptions
     ) -> tuple[Tensor, Tensor]:
         frozen_head = not (ctx.needs_input_grad[1] or ctx.needs_input_grad[3])
-        logprobs, entropy, jac = torch.ops.grpo_lit.linear_logprobs(
-            hidden, weight, ids, bias, *options, frozen_head
-        )
+        logprobs, entropy, jac = torch.ops.grpo_lit.linear_logprobs(hidden, weight, ids, bias, *options, frozen_head)
         ctx.set_materialize_grads(False)  # an entropy nobody differentiates costs nothing
         ctx.options, ctx.frozen_head = options, frozen_head
         ctx.save_for_backward(hidden, weight, ids, bias, jac)

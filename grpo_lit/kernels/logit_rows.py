@@ -52,9 +52,7 @@ class RowResults(NamedTuple):
         """Buffers for the rows of ``ids``, in the dtype that softmaxes of ``dtype`` run in."""
         rows = torch.empty(ids.shape, dtype=compute_dtype(dtype), device=ids.device)
         none = rows.new_empty(0)
-        return cls(
-            torch.empty_like(rows) if loss else none, rows, torch.empty_like(rows) if entropy else none
-        )
+        return cls(torch.empty_like(rows) if loss else none, rows, torch.empty_like(rows) if entropy else none)
 
     def part(self, where: slice) -> RowResults:
         """The buffers of some of the rows."""

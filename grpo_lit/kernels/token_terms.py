@@ -25,9 +25,7 @@ from grpo_lit.errors import UserError
 
 MAX_LOG_RATIO = 20.0
 
-_ELSEWHERE = (
-    "the kernels do 'clip' and 'cispo' with token ratios; use linear_logprobs and grpo_loss for the others"
-)
+_ELSEWHERE = "the kernels do 'clip' and 'cispo' with token ratios; use linear_logprobs and grpo_loss for the others"
 # what a configuration may also hold, and the one value of it that the kernels honour
 _ONLY = {
     "ratio": "token",

@@ -25,9 +25,7 @@ def _run(*arguments):
 
 
 def test_tables_csv_and_plot(tmp_path):
-    done = _run(
-        "--csv", str(tmp_path / "k.csv"), "--plot", str(tmp_path / "k.png"), "--modes", "full", "backward"
-    )
+    done = _run("--csv", str(tmp_path / "k.csv"), "--plot", str(tmp_path / "k.png"), "--modes", "full", "backward")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("NO MEASUREMENT")
     for op in ("fused_logits_grpo", "grpo_token_loss", "fused_linear_grpo"):

@@ -40,9 +40,7 @@ class Case:
         self.weights = torch.rand(n, t, **double) / (n * t)
         self.weights[1, 2:] = 0
         self.mask = self.weights != 0
-        self.logp, self.entropy = linear_logprobs(
-            self.hidden, self.weight, self.ids, bias=self.bias, temperature=0.8
-        )
+        self.logp, self.entropy = linear_logprobs(self.hidden, self.weight, self.ids, bias=self.bias, temperature=0.8)
         self.old = (self.logp + 0.4 * torch.randn(n, t, **double)).detach()
         self.ref = (self.logp + 0.4 * torch.randn(n, t, **double)).detach()
 
@@ -81,9 +79,7 @@ def test_fused_linear(config, chunk_rows):
         torch.testing.assert_close(a, -3 * b, rtol=1e-11, atol=1e-14)
     frozen = (case.hidden, case.weight.detach(), *case.tokens)
     got = fused_linear_grpo(*frozen, bias=case.bias.detach(), **options)
-    torch.testing.assert_close(
-        torch.autograd.grad(got, case.hidden)[0], want_grads[0], rtol=1e-11, atol=1e-14
-    )
+    torch.testing.assert_close(torch.autograd.grad(got, case.hidden)[0], want_grads[0], rtol=1e-11, atol=1e-14)
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
@@ -190,10 +186,7 @@ def test_torch_compile_sees_whole_graphs():
 def test_ops_are_registered_right():
     case = Case()
     numbers = [0.2, 0.2, float("inf"), 0.1, 0.01, 5.0, 0.0]
-    flat = [
-        t.detach().flatten()
-        for t in (case.old, case.advantages[:, None].expand(3, 5), case.weights, case.ref)
-    ]
+    flat = [t.detach().flatten() for t in (case.old, case.advantages[:, None].expand(3, 5), case.weights, case.ref)]
     rows = [case.ids.flatten(), *flat, numbers]
     hidden, weight, bias = (t.detach() for t in (case.hidden.flatten(0, 1), case.weight, case.bias))
     logits = (hidden @ weight.T)[None]
@@ -286,9 +279,7 @@ def test_the_choice_is_logged_once(caplog):
         dispatch._logged.clear()
         for _ in range(2):
             grpo_token_loss(case.logp, *case.tokens[1:])
-    assert [record.getMessage() for record in caplog.records] == [
-        "grpo_token_loss runs as torch on cpu (by device)"
-    ]
+    assert [record.getMessage() for record in caplog.records] == ["grpo_token_loss runs as torch on cpu (by device)"]
 
 
 def test_importing_the_package_imports_no_triton():

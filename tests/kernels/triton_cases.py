@@ -10,7 +10,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from grpo_lit.kernels import fused_linear_grpo, fused_logits_grpo, grpo_token_loss, linear_logprobs
+from grpo_lit.kernels import (
+    Nf4Weight,
+    fused_linear_grpo,
+    fused_logits_grpo,
+    grpo_token_loss,
+    linear_logprobs,
+    nf4_matmul,
+)
 from grpo_lit.kernels.dispatch import interpreting
 from grpo_lit.loss import LossConfig, grpo_loss
 
@@ -231,15 +238,11 @@ def test_offsets_beyond_two_to_the_31():
     ids = torch.zeros(1, rows, dtype=torch.long, device=DEVICE)
     ids[:, -4:] = batch.ids.T
     big.requires_grad_()
-    loss = fused_logits_grpo(
-        big, ids, None, torch.ones(1, device=DEVICE), weights, inplace=True, impl="triton"
-    )
+    loss = fused_logits_grpo(big, ids, None, torch.ones(1, device=DEVICE), weights, inplace=True, impl="triton")
     (got,) = gradient(loss, big)
     leaf = batch.logits.clone().requires_grad_()
     ones = torch.ones(4, device=DEVICE)
-    want = fused_logits_grpo(
-        leaf, batch.ids, None, ones, torch.full((4, 1), 0.25, device=DEVICE), impl="torch"
-    )
+    want = fused_logits_grpo(leaf, batch.ids, None, ones, torch.full((4, 1), 0.25, device=DEVICE), impl="torch")
     (grad,) = gradient(want, leaf)
     torch.testing.assert_close(got[:, -4:].transpose(0, 1), grad, rtol=2e-2, atol=1e-4)
     assert not got[:, :-4].any()
@@ -279,16 +282,12 @@ def test_k3_is_exact_near_zero_and_finite_far_away(small):
     config = LossConfig(beta=1.0)
     ones = torch.ones(1, 1, device=DEVICE)
     leaf = torch.zeros(1, 1, device=DEVICE, requires_grad=True)
-    loss = grpo_token_loss(
-        leaf, None, 0 * ones[0], ones, ref_logprobs=small * ones, config=config, impl="triton"
-    )
+    loss = grpo_token_loss(leaf, None, 0 * ones[0], ones, ref_logprobs=small * ones, config=config, impl="triton")
     d = torch.tensor(small, dtype=torch.float32).double()
     bounded = d.clamp(max=20)
     want = bounded.expm1() - bounded + bounded.expm1() * (d - bounded)
     torch.testing.assert_close(loss.double().cpu(), want, rtol=3e-6, atol=0)
-    torch.testing.assert_close(
-        gradient(loss, leaf)[0].double().cpu(), -bounded.expm1()[None, None], rtol=3e-6, atol=0
-    )
+    torch.testing.assert_close(gradient(loss, leaf)[0].double().cpu(), -bounded.expm1()[None, None], rtol=3e-6, atol=0)
 
 
 class Head(Batch):
@@ -362,6 +361,28 @@ def test_head(size, dtype, narrow, train_head):
         assert_close(got, same, true, dtype)
 
 
+@pytest.mark.parametrize("nested", [True, False], ids=["double quantization", "plain scales"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("rows", [1, 5, 17, 64])
+@pytest.mark.parametrize(
+    "size",
+    [(100, 64), (70, 1344), pytest.param((8960, 1536), marks=only_gpu), pytest.param((1536, 8960), marks=only_gpu)],
+    ids=str,
+)
+def test_nf4_matmul(size, rows, dtype, nested):
+    functional = pytest.importorskip("bitsandbytes.functional", reason="bitsandbytes isn't installed")
+    gen = torch.Generator(DEVICE).manual_seed(0)
+    matrix = torch.randn(*size, generator=gen, device=DEVICE).bfloat16()
+    quantized = functional.quantize_4bit(matrix, quant_type="nf4", compress_statistics=nested, blocksize=64)
+    weight = Nf4Weight.from_bitsandbytes(*quantized)
+    x = torch.randn(rows, size[1], generator=gen, device=DEVICE).to(dtype)
+    bias = torch.randn(size[0], generator=gen, device=DEVICE).to(dtype)
+    true = x.double() @ weight.dequantize(torch.float64).T + bias.double()
+    got, same = (nf4_matmul(x, weight, bias=bias, impl=impl) for impl in ("triton", "torch"))
+    assert got.dtype == dtype
+    assert_close(got, same, true, dtype)
+
+
 def test_gradients_that_are_one_number_expanded():
     # what a plain .sum() sends back: a tensor of stride 0
     head = Head(2, 5, 16, 9001, torch.float32)
@@ -377,9 +398,7 @@ def test_gradients_that_are_one_number_expanded():
     torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "broken", [torch.zeros_like, torch.neg, lambda g: 1.2 * g], ids=["zero", "negated", "scaled"]
-)
+@pytest.mark.parametrize("broken", [torch.zeros_like, torch.neg, lambda g: 1.2 * g], ids=["zero", "negated", "scaled"])
 @pytest.mark.parametrize("dtype", list(SLACK), ids=str)
 def test_a_broken_gradient_fails_the_comparison(broken, dtype):
     batch = Batch(2, 3, 1003, dtype)

@@ -117,9 +117,7 @@ def _again(x, nothing, PACKED: tl.constexpr):  # type: ignore[no-untyped-def]
     """x, hidden from the compiler, which then keeps 16-bit x and not the float32 made of it."""
     if PACKED:
         zeros = tl.full(x.shape, 0, tl.int16) + nothing.to(tl.int16)
-        x = tl.inline_asm_elementwise(
-            "xor.b32 $0, $1, $2;", "=r,r,r", [x, zeros], dtype=x.dtype, is_pure=False, pack=2
-        )
+        x = tl.inline_asm_elementwise("xor.b32 $0, $1, $2;", "=r,r,r", [x, zeros], dtype=x.dtype, is_pure=False, pack=2)
     return x
 
 

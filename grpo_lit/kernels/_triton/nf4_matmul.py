@@ -1,0 +1,211 @@
+"""A few rows times an NF4 matrix; see ``grpo_lit.kernels.nf4_matmul`` and ``grpo_lit.kernels.nf4``."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from grpo_lit.kernels.dispatch import interpreting
+from grpo_lit.kernels.nf4 import Nf4Weight
+
+# The 16 quantiles of NF4 in float32 (QLoRA, 2305.14314, appendix E).
+_CODE = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
+    -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
+    0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+
+
+def _lookup(dtype: torch.dtype) -> str:
+    """PTX that turns 4 bytes of packed weights into the 4 earlier and the 4 later ones, as 16-bit numbers.
+
+    ``prmt`` picks 4 of 8 bytes by 4 nibbles, which is what the weights are. The low and the high bytes of the 16
+    numbers are tables of 16 bytes each, so two picks by the nibbles' three lower bits and a third by the upper bit.
+    """
+    bits = [int(v) & 0xFFFF for v in torch.tensor(_CODE).to(dtype).view(torch.int16)]
+    planes = [[b & 255 for b in bits], [b >> 8 for b in bits]]
+    words = [[sum(p[4 * i + j] << 8 * j for j in range(4)) for i in range(4)] for p in planes]
+    lines = [".reg .b32 q, s, t, a, b, l0, h0, l1, h1;"]
+    for half in range(2):
+        lines += [f"shr.u32 q, $4, {16 * half};", "and.b32 s, q, 0x7777;"]
+        lines += ["shr.u32 t, q, 1;", "and.b32 t, t, 0x4444;", "or.b32 t, t, 0x3210;"]
+        for name, table in zip("lh", words, strict=True):
+            lines += [f"mov.b32 a, {table[0]};", f"mov.b32 b, {table[1]};", "prmt.b32 a, a, b, s;"]
+            lines += [f"mov.b32 b, {table[2]};", f"mov.b32 {name}{half}, {table[3]};"]
+            lines += [f"prmt.b32 b, b, {name}{half}, s;", f"prmt.b32 {name}{half}, a, b, t;"]
+        # nibbles 1 and 3 are the high halves of the two bytes: the earlier weights
+        lines += [f"prmt.b32 ${half}, l{half}, h{half}, 0x7351;", f"prmt.b32 ${2 + half}, l{half}, h{half}, 0x6240;"]
+    return "{" + " ".join(lines) + "}"
+
+
+_LOOKUP_BF16 = tl.constexpr(_lookup(torch.bfloat16))
+_LOOKUP_FP16 = tl.constexpr(_lookup(torch.float16))
+
+
+class Plan(NamedTuple):
+    """How the product is cut: columns a program, programs along K, warps."""
+
+    columns: int
+    splits: int
+    num_warps: int
+
+
+@triton.jit
+def _unpacked(q, code, BF16: tl.constexpr, PERMUTE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(earlier, later) weights of packed bytes, unscaled, in 16 bits."""
+    if PERMUTE:
+        if BF16:
+            early, late = tl.inline_asm_elementwise(
+                _LOOKUP_BF16, "=&r,=&r,=&r,=&r,r", [q], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+            )
+        else:
+            early, late = tl.inline_asm_elementwise(
+                _LOOKUP_FP16, "=&r,=&r,=&r,=&r,r", [q], dtype=(tl.float16, tl.float16), is_pure=True, pack=4
+            )
+    else:
+        early = tl.load(code + (q >> 4).to(tl.int32))
+        late = tl.load(code + (q & 15).to(tl.int32))
+    return early, late
+
+
+@triton.jit
+def _nf4_matmul_kernel(  # type: ignore[no-untyped-def]
+    pairs,
+    packed,
+    scales,
+    scale_code,
+    group_scales,
+    offset,
+    code,
+    bias,
+    out,
+    rows,
+    columns,
+    blocks,
+    blocks_each,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    UNROLL: tl.constexpr,
+    BF16: tl.constexpr,
+    NESTED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    PERMUTE: tl.constexpr,
+    PARTIAL: tl.constexpr,
+):
+    split = tl.program_id(1)
+    row = tl.arange(0, ROWS)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < columns
+    lane = tl.arange(0, 32)
+    shift = 0.0
+    if NESTED:
+        shift = tl.load(offset)
+    DTYPE: tl.constexpr = tl.bfloat16 if BF16 else tl.float16
+    total = tl.zeros((COLUMNS, ROWS), tl.float32)
+    first = split * blocks_each
+    last = tl.minimum(first + blocks_each, blocks)
+    for start in range(first, last, UNROLL):
+        for i in tl.static_range(UNROLL):
+            block = start + i
+            there = column < tl.where(block < last, columns, 0)
+            number = column * blocks + block  # of the block of 64 in the matrix
+            q = tl.load(packed + number[:, None].to(tl.int64) * 32 + lane[None, :], mask=there[:, None], other=0)
+            if NESTED:
+                index = tl.load(scales + number, mask=there, other=0).to(tl.int32)
+                group = tl.load(group_scales + number // 256, mask=there, other=0.0)
+                scale = tl.load(scale_code + index) * group + shift
+            else:
+                scale = tl.load(scales + number, mask=there, other=0.0)
+            scale = tl.where(there, scale, 0.0)
+            # two neighbouring 16-bit numbers of x at a time
+            x = tl.load(
+                pairs + row[None, :] * (blocks * 32) + block * 32 + lane[:, None],
+                mask=row[None, :] < tl.where(block < last, rows, 0),
+                other=0,
+            )
+            early, late = _unpacked(q, code, BF16, PERMUTE)
+            even = (x & 0xFFFF).to(tl.int16).to(DTYPE, bitcast=True)
+            odd = (x >> 16).to(tl.int16).to(DTYPE, bitcast=True)
+            if not PERMUTE:  # the interpreter has no 16-bit products
+                even, odd = even.to(tl.float32), odd.to(tl.float32)
+            product = tl.dot(late, odd, tl.dot(early, even))
+            total += product * scale[:, None]
+    at = row[None, :] * columns + column[:, None]
+    stored = (row[None, :] < rows) & inside[:, None]
+    if PARTIAL:
+        tl.store(out + split.to(tl.int64) * rows * columns + at, total, mask=stored)
+    else:
+        if HAS_BIAS:
+            total += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)[:, None]
+        tl.store(out + at, total.to(out.dtype.element_ty), mask=stored)
+
+
+@triton.jit
+def _add_splits_kernel(  # type: ignore[no-untyped-def]
+    partial, bias, out, count, columns, SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr
+):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    total = tl.zeros((BLOCK,), tl.float32)
+    for split in tl.static_range(SPLITS):
+        total += tl.load(partial + split * count + at, mask=inside, other=0.0)
+    if HAS_BIAS:
+        total += tl.load(bias + at % columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
+
+
+def default_plan(rows: int, columns: int, blocks: int) -> Plan:
+    """About eight programs a multiprocessor of an H200, each with a few blocks of 64 at least."""
+    width = 32
+    programs = triton.cdiv(columns, width)
+    return Plan(width, max(1, min(8, 1056 // programs, blocks // 4)), 2)
+
+
+def matmul(x: Tensor, weight: Nf4Weight, bias: Tensor | None, plan: Plan | None = None) -> Tensor:
+    """(rows, N) = x (rows, K) W^T + bias; x contiguous, bfloat16 or float16, at most 64 rows."""
+    rows, columns, blocks = len(x), weight.out_features, weight.in_features // 64
+    out = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
+    if rows == 0:
+        return out
+    plan = plan or default_plan(rows, columns, blocks)
+    each = triton.cdiv(blocks, plan.splits)
+    splits = triton.cdiv(blocks, each)
+    target = out
+    if splits > 1:
+        target = torch.empty(splits, rows, columns, dtype=torch.float32, device=x.device)
+    grid = (triton.cdiv(columns, plan.columns), splits)
+    _nf4_matmul_kernel[grid](
+        x.view(torch.int32),
+        weight.packed,
+        weight.scales,
+        weight.scale_code,
+        weight.group_scales,
+        weight.offset,
+        weight.code,
+        bias,
+        target,
+        rows,
+        columns,
+        blocks,
+        each,
+        ROWS=max(16, triton.next_power_of_2(rows)),
+        COLUMNS=plan.columns,
+        UNROLL=min(4, triton.next_power_of_2(each)),
+        BF16=x.dtype == torch.bfloat16,
+        NESTED=len(weight.scale_code) > 0,
+        HAS_BIAS=bias is not None,
+        PERMUTE=not interpreting(),
+        PARTIAL=splits > 1,
+        num_warps=plan.num_warps,
+    )
+    if splits > 1:
+        count = rows * columns
+        _add_splits_kernel[(triton.cdiv(count, 512),)](
+            target, bias, out, count, columns, SPLITS=splits, HAS_BIAS=bias is not None, BLOCK=512, num_warps=4
+        )
+    return out
