@@ -12,6 +12,7 @@ from grpo_lit.kernels.fused_linear_grpo import fused_linear_grpo
 from grpo_lit.kernels.fused_logits_grpo import TokenStats, fused_logits_grpo
 from grpo_lit.kernels.grpo_token_loss import grpo_token_loss
 from grpo_lit.kernels.linear_logprobs import linear_logprobs
+from grpo_lit.kernels.lora_linear import lora_linear
 from grpo_lit.kernels.nf4 import Nf4Weight
 from grpo_lit.kernels.nf4_matmul import nf4_matmul
 
@@ -25,6 +26,7 @@ __all__ = [
     "grpo_token_loss",
     "keep_row_weight",
     "linear_logprobs",
+    "lora_linear",
     "nf4_matmul",
     "triton_available",
 ]

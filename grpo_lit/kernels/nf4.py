@@ -1,10 +1,11 @@
 """NF4 weights (QLoRA, 2305.14314): what is stored, and back to numbers.
 
 A weight is 4 bits: an index into 16 quantiles of the normal distribution, scaled by its block's largest
-magnitude. Blocks are 64 weights in a row of the matrix; the scales are themselves 8-bit numbers in blocks of 256
-("double quantization")::
+magnitude. Blocks are 64 weights in a row of the matrix; the scales are themselves 8-bit numbers in blocks
+of 256 ("double quantization")::
 
-    w[n, k] = code[q[n, k]] scale[b],   scale[b] = scale_code[s[b]] group_scale[b // 256] + offset,   b = (n K + k) // 64
+    w[n, k] = code[q[n, k]] scale[b],   scale[b] = scale_code[s[b]] group_scale[b // 256] + offset,   b = (n
+    K + k) // 64
 
 Two weights share a byte, the earlier one in the high half. These are bitsandbytes' layout and its numbers.
 """
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from grpo_lit.errors import UserError
+from grpo_lit.kernels.dispatch import default_impl
 
 BLOCK = 64
 
@@ -49,7 +51,8 @@ class Nf4Weight(NamedTuple):
         """Of a bitsandbytes tensor ``data`` and its ``quant_state``; shares their memory.
 
         Raises:
-            UserError: for another quantization than NF4 in blocks of 64, or rows that don't hold whole blocks.
+            UserError: for another quantization than NF4 in blocks of 64, or rows that don't hold whole
+                blocks.
         """
         out_features, in_features = state.shape
         if state.quant_type != "nf4" or state.blocksize != BLOCK:
@@ -76,6 +79,37 @@ class Nf4Weight(NamedTuple):
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """(N, K) weights, computed in float32 and rounded once to ``dtype``."""
+        if self.packed.is_cuda and default_impl(self.packed.device) == "triton":
+            return torch.ops.grpo_lit.nf4_dequantize(*self, dtype)
         indices = torch.stack([self.packed >> 4, self.packed & 15], dim=1).flatten()
         values = self.code[indices.long()].view(-1, BLOCK) * self.block_scales()[:, None]
         return values.view(self.out_features, self.in_features).to(dtype)
+
+
+@torch.library.custom_op(
+    "grpo_lit::nf4_dequantize",
+    mutates_args=(),
+    schema="(Tensor packed, Tensor scales, Tensor scale_code, Tensor group_scales, Tensor offset, Tensor code, "
+    "int out_features, int in_features, ScalarType dtype) -> Tensor",
+)
+def _dequantize_op(
+    packed: Tensor,
+    scales: Tensor,
+    scale_code: Tensor,
+    group_scales: Tensor,
+    offset: Tensor,
+    code: Tensor,
+    out_features: int,
+    in_features: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """The matrix in ``dtype``, by the Triton kernel: every packed byte read once, every weight written once."""
+    from grpo_lit.kernels._triton.nf4_matmul import dequantize
+
+    weight = Nf4Weight(packed, scales, scale_code, group_scales, offset, code, out_features, in_features)
+    return dequantize(weight, dtype)
+
+
+@_dequantize_op.register_fake
+def _(packed, scales, scale_code, group_scales, offset, code, out_features, in_features, dtype):  # type: ignore[no-untyped-def]
+    return packed.new_empty(out_features, in_features, dtype=dtype)

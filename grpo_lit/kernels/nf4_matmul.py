@@ -1,9 +1,9 @@
 """x W^T for a few rows of x and W in NF4, for decoding: weights become numbers in registers, never in memory.
 
 At 1 to 64 rows a product reads each weight for little arithmetic, so its limit is the reading: half a byte a
-weight. Multiplying by a dequantized copy writes and reads 2 bytes more. The Triton version looks the 16 values up with
-byte permutes, multiplies 64 columns at a time on the tensor cores, and applies the scale of each block to the
-product, in float32. Layout and formula of the weights: ``nf4``.
+weight. Multiplying by a dequantized copy writes and reads 2 bytes more. The Triton version looks the 16
+values up with byte permutes, multiplies 64 columns at a time on the tensor cores, and applies the scale of
+each block to the product, in float32. Layout and formula of the weights: ``nf4``.
 """
 
 from __future__ import annotations

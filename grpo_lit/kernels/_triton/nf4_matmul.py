@@ -24,8 +24,10 @@ _CODE = (
 def _lookup(dtype: torch.dtype) -> str:
     """PTX that turns 4 bytes of packed weights into the 4 earlier and the 4 later ones, as 16-bit numbers.
 
-    ``prmt`` picks 4 of 8 bytes by 4 nibbles, which is what the weights are. The low and the high bytes of the 16
-    numbers are tables of 16 bytes each, so two picks by the nibbles' three lower bits and a third by the upper bit.
+    ``prmt`` picks 4 of 8 bytes by 4 nibbles, which is what the weights are. The low and the high bytes of
+    the 16
+    numbers are tables of 16 bytes each, so two picks by the nibbles' three lower bits and a third by the
+    upper bit.
     """
     bits = [int(v) & 0xFFFF for v in torch.tensor(_CODE).to(dtype).view(torch.int16)]
     planes = [[b & 255 for b in bits], [b >> 8 for b in bits]]
@@ -39,7 +41,8 @@ def _lookup(dtype: torch.dtype) -> str:
             lines += [f"mov.b32 b, {table[2]};", f"mov.b32 {name}{half}, {table[3]};"]
             lines += [f"prmt.b32 b, b, {name}{half}, s;", f"prmt.b32 {name}{half}, a, b, t;"]
         # nibbles 1 and 3 are the high halves of the two bytes: the earlier weights
-        lines += [f"prmt.b32 ${half}, l{half}, h{half}, 0x7351;", f"prmt.b32 ${2 + half}, l{half}, h{half}, 0x6240;"]
+        lines += [f"prmt.b32 ${half}, l{half}, h{half}, 0x7351;"]
+        lines += [f"prmt.b32 ${2 + half}, l{half}, h{half}, 0x6240;"]
     return "{" + " ".join(lines) + "}"
 
 
@@ -208,4 +211,48 @@ def matmul(x: Tensor, weight: Nf4Weight, bias: Tensor | None, plan: Plan | None 
         _add_splits_kernel[(triton.cdiv(count, 512),)](
             target, bias, out, count, columns, SPLITS=splits, HAS_BIAS=bias is not None, BLOCK=512, num_warps=4
         )
+    return out
+
+
+@triton.jit
+def _dequantize_kernel(  # type: ignore[no-untyped-def]
+    packed, scales, scale_code, group_scales, offset, code, out, blocks, BLOCKS: tl.constexpr, NESTED: tl.constexpr
+):
+    block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
+    inside = block < blocks
+    if NESTED:
+        index = tl.load(scales + block, mask=inside, other=0).to(tl.int32)
+        group = tl.load(group_scales + block // 256, mask=inside, other=0.0)
+        scale = tl.load(scale_code + index) * group + tl.load(offset)
+    else:
+        scale = tl.load(scales + block, mask=inside, other=0.0)
+    at = block[:, None].to(tl.int64) * 32 + tl.arange(0, 32)[None, :]
+    q = tl.load(packed + at, mask=inside[:, None], other=0)
+    early = tl.load(code + (q >> 4).to(tl.int32)) * scale[:, None]
+    late = tl.load(code + (q & 15).to(tl.int32)) * scale[:, None]
+    both = tl.interleave(early, late)  # (BLOCKS, 64)
+    at = block[:, None].to(tl.int64) * 64 + tl.arange(0, 64)[None, :]
+    tl.store(out + at, both.to(out.dtype.element_ty), mask=inside[:, None])
+
+
+def dequantize(weight: Nf4Weight, dtype: torch.dtype) -> Tensor:
+    """(N, K) weights in ``dtype``, computed in float32."""
+    out = torch.empty(weight.out_features, weight.in_features, dtype=dtype, device=weight.packed.device)
+    blocks = out.numel() // 64
+    # a fused multiply-add would round differently from the quantizer's own two steps
+    exact = {} if interpreting() else {"enable_fp_fusion": False}
+    _dequantize_kernel[(triton.cdiv(blocks, 64),)](
+        weight.packed,
+        weight.scales,
+        weight.scale_code,
+        weight.group_scales,
+        weight.offset,
+        weight.code,
+        out,
+        blocks,
+        BLOCKS=64,
+        NESTED=len(weight.scale_code) > 0,
+        num_warps=4,
+        **exact,
+    )
     return out
