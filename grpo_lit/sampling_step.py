@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from grpo_lit.datamodules.loader import PromptBatch
-from grpo_lit.datamodules.vigor import VigorAllocator
+from grpo_lit.datamodules.vigor import UniformAllocator, VigorAllocator
 from grpo_lit.loss import length_penalty, soft_overlong_penalty
 from grpo_lit.prompts import prefilled_tail
 from grpo_lit.rewards import RewardOutput, compute_rewards
@@ -42,48 +42,22 @@ class StepRows:
     reward_metrics: dict[str, float]
 
 
-class Allocator(Protocol):
-    """Decides how many completions each prompt gets, round by round."""
-
-    def next_counts(self) -> Sequence[int] | Tensor | None:
-        """Completions to draw of each prompt now, or None when done."""
-        ...
-
-    def observe(self, prompt_index: int, rewards: Sequence[float] | Tensor) -> None:
-        """Rewards that a prompt's completions of this round got."""
-        ...
-
-
-class UniformAllocator:
-    """The same number of completions for every prompt, in one round."""
-
-    def __init__(self, num_prompts: int, group_size: int) -> None:
-        self._counts: list[int] | None = [group_size] * num_prompts
-
-    def next_counts(self) -> list[int] | None:
-        """All completions at once, then None."""
-        counts, self._counts = self._counts, None
-        return counts
-
-    def observe(self, prompt_index: int, rewards: Sequence[float] | Tensor) -> None:
-        """Nothing to learn."""
-
-
-def build_allocator(config: RolloutConfig, num_prompts: int) -> Allocator:
-    """The allocator that the rollout section names, for one step."""
+def build_allocator(config: RolloutConfig, num_prompts: int, step: int) -> VigorAllocator | UniformAllocator:
+    """The allocator that the rollout section names, for one rollout step."""
     if config.allocator == "vigor":
-        return VigorAllocator(num_prompts, config.vigor_initial_count, config.vigor_rounds, seed=config.vigor_seed)
-    return UniformAllocator(num_prompts, config.group_size)
+        seed = None if config.vigor_seed is None else config.vigor_seed + step
+        return VigorAllocator(num_prompts, config.vigor_initial_count, config.vigor_rounds, seed=seed)
+    return UniformAllocator(num_prompts, num_prompts * config.group_size)
 
 
 def sample_rows(module: GRPOModule, batch: PromptBatch) -> StepRows:
     """Sample and judge every round, then put this rank's rows in order and learn of all others."""
     config, world = module.rollout_config, module.world
-    allocator = build_allocator(config, len(batch))
+    allocator = build_allocator(config, len(batch), module.rollout_step)
     drawn = [0] * len(batch)
     rounds: list[tuple[Rollout, list[int], _Judged]] = []
-    while (wanted := allocator.next_counts()) is not None:
-        wanted = [int(count) for count in wanted]
+    while (counts := allocator.next_counts()) is not None:
+        wanted = [int(count) for count in counts]
         first = _first_of_rank(config, world.rank, world.size, drawn, wanted)
         numbers = [list(indices) for indices in first]
         with module.phase("rollout"):
@@ -115,7 +89,7 @@ def _first_of_rank(
     ]
 
 
-def _tell(allocator: Allocator, ranks: list[tuple[list[int], list[float]]]) -> None:
+def _tell(allocator: VigorAllocator | UniformAllocator, ranks: list[tuple[list[int], list[float]]]) -> None:
     by_prompt: dict[int, list[float]] = {}
     for groups, rewards in ranks:
         for group, reward in zip(groups, rewards, strict=True):

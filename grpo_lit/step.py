@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from grpo_lit.loss import LossConfig, group_advantages, token_weights
+from grpo_lit.loss import LossConfig
 from grpo_lit.rollout import Rollout
 
 
@@ -64,22 +62,12 @@ def make_training_batch(
     if config.mask_truncated:
         out = out | everyone.truncated
     counted = torch.where(out, torch.nan, everyone.rewards)
-    advantages = group_advantages(
-        counted,
-        everyone.group_ids,
-        scale=config.advantage_scale,
-        eps=config.advantage_eps,
-        eps_inside_root=config.advantage_eps_inside_root,
-        leave_one_out=config.leave_one_out,
-        correction=1 if config.advantage_std == "sample" else 0,
-    )
+    advantages = config.group_advantages(counted, everyone.group_ids)
     kept = ~out[everyone.own].to(device)
     loss_mask = rollout.completion_mask & kept.unsqueeze(-1)
-    weights = token_weights(
+    weights = config.token_weights(
         loss_mask,
         rollout.group_ids,
-        reduction=config.reduction,
-        alpha=config.alpha,
         max_completion_length=max_completion_length,
         num_rows=int((~out).sum()),
         num_tokens=int(everyone.lengths[~out].sum()),
@@ -130,8 +118,3 @@ def _flat_kind(rewards: Tensor, truncated: Tensor) -> str | None:
 
 def _mean(values: Tensor) -> float:
     return float(values.mean()) if len(values) else 0.0
-
-
-def repeat_rows(values: Sequence[Any], group_ids: Sequence[int]) -> list[Any]:
-    """The value of each row's prompt: prompts' columns spread over their completions."""
-    return [values[group] for group in group_ids]

@@ -20,6 +20,7 @@ from grpo_lit.cli.run_folder import locked, resolve_ckpt_path, set_earlier_run_a
 from grpo_lit.errors import SystemFault, UserError
 from grpo_lit.model_source import load_model_config, resolve_model_source
 from grpo_lit.module import GRPOModule
+from grpo_lit.sampling_step import build_allocator
 
 
 def fit(arguments: Sequence[str]) -> int:
@@ -130,20 +131,24 @@ def start_text(cli: GRPOCLI, root: Path, ckpt: Path | None) -> str:
     """What is about to happen: model, batch arithmetic, where it is written."""
     module, data, trainer = cli.model, cli.datamodule, cli.trainer
     prompts, group = data.prompts_per_step, module.rollout_config.group_size
-    rows = prompts * group
-    micro = -(-rows // (module.micro_batch_size * trainer.world_size))
     train, val = data.load()
+    allocator = build_allocator(module.rollout_config, prompts, 0)
+    rows = allocator.budget()
+    each = f"{group} completions per prompt" if module.rollout_config.allocator == "uniform" else "VIGOR rounds"
+    micro = -(-rows // (module.micro_batch_size * trainer.world_size))
     lines = [
         f"policy: {module.policy_config.path}, {module.policy_config.dtype}"
         + (f", {module.policy_config.quantization} base" if module.policy_config.quantization else "")
         + (f", LoRA rank {module.lora_config.rank}" if module.lora_config else ", all weights train"),
         f"data: {data.dataset}, {len(train)} training prompts, {len(val)} held out",
-        f"batch: {prompts} prompts per step x {group} completions per prompt = {rows} rows; {module.ppo_passes} "
+        f"batch: {prompts} prompts per step x {each} = {rows} rows; {module.ppo_passes} "
         f"optimizer step(s) per rollout, each over {micro} micro-batch(es) of {module.micro_batch_size} rows per device",
         f"length: trainer.max_steps={trainer.max_steps} optimizer steps = "
         f"{-(-max(trainer.max_steps, 0) // module.ppo_passes)} rollout steps",
         f"run folder: {root}" + (f", resumed from {ckpt}" if ckpt else ""),
     ]
+    if (note := allocator.budget_note()) is not None:
+        lines.append(note)
     return "\n".join(lines)
 
 

@@ -3,5 +3,15 @@
 from grpo_lit.datamodules.datasets import DATASETS, DatasetSpec, load_rows
 from grpo_lit.datamodules.loader import PromptBatch, PromptLoader
 from grpo_lit.datamodules.math import MathDataModule
+from grpo_lit.datamodules.vigor import UniformAllocator, VigorAllocator
 
-__all__ = ["DATASETS", "DatasetSpec", "MathDataModule", "PromptBatch", "PromptLoader", "load_rows"]
+__all__ = [
+    "DATASETS",
+    "DatasetSpec",
+    "MathDataModule",
+    "PromptBatch",
+    "PromptLoader",
+    "UniformAllocator",
+    "VigorAllocator",
+    "load_rows",
+]
