@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import grpo_lit
 from grpo_lit.datamodules.arithmetic import arithmetic_rows
-from grpo_lit.datamodules.math import split_rows
+from grpo_lit.datamodules.math import MathDataModule, split_rows
 
 PACKAGE = Path(grpo_lit.__file__).resolve().parent
 FOLDER = PACKAGE / "assets" / "tiny_arithmetic"
@@ -163,15 +163,14 @@ def test_script_teaches_what_its_card_says(script: ModuleType) -> None:
         script.make_tokenizer(), [{"question": "0+0", "answer": "0"}, {"question": "4+5", "answer": "9"}]
     )
     texts = [
-        script.make_tokenizer().decode(ids[counts])
-        for ids, counts in zip(lessons.ids, lessons.is_answer, strict=True)
+        script.make_tokenizer().decode(ids[counts]) for ids, counts in zip(lessons.ids, lessons.is_answer, strict=True)
     ]
     assert texts == [f"{number}<eos>" for number in (0, 0, 1, 2, 8, 9, 10, 11)]
 
 
 def test_quick_start_holds_out_the_sums_that_were_never_taught(script: ModuleType) -> None:
     config = yaml.safe_load((PACKAGE / "configs" / "quickstart.yaml").read_text(encoding="utf-8"))
-    data = config["data"].get("init_args", config["data"])
-    assert (data["val_prompts"], data["seed"]) == (script.NUM_HELD_OUT, script.SPLIT_SEED)
-    assert data["dataset_options"] == {"terms": 3}
-    assert data["prompt_template"] == script.TEMPLATE
+    data = MathDataModule(**config["data"])
+    assert (data.val_prompts, data.seed) == (script.NUM_HELD_OUT, script.SPLIT_SEED)
+    assert data.prompt_template == script.TEMPLATE
+    assert data.load() == split_rows(arithmetic_rows(terms=3), script.NUM_HELD_OUT, script.SPLIT_SEED)

@@ -13,9 +13,7 @@ MAX_TERMS = 20
 MAX_ROWS = 1_000_000
 
 
-def arithmetic_rows(
-    terms: int = 2, operators: str = "+", low: int = 0, high: int = 9
-) -> list[dict[str, str]]:
+def arithmetic_rows(terms: int = 2, operators: str = "+", low: int = 0, high: int = 9) -> list[dict[str, str]]:
     """Every arithmetic problem with the given number of terms, each with its right answer.
 
     The question is the bare expression; a prompt template adds the rest, such as ``{question}=``. Nothing is

@@ -17,10 +17,7 @@ def test_two_terms_are_the_hundred_sums_in_order() -> None:
 def test_three_terms_are_the_thousand_sums_of_the_quick_start() -> None:
     rows = arithmetic_rows(terms=3)
     expected = [
-        {"question": f"{a}+{b}+{c}", "answer": str(a + b + c)}
-        for a in range(10)
-        for b in range(10)
-        for c in range(10)
+        {"question": f"{a}+{b}+{c}", "answer": str(a + b + c)} for a in range(10) for b in range(10) for c in range(10)
     ]
     assert rows == expected
 
