@@ -13,7 +13,7 @@ from grpo_lit.datamodules.loader import PromptBatch
 from grpo_lit.datamodules.vigor import UniformAllocator, VigorAllocator
 from grpo_lit.loss import length_penalty, soft_overlong_penalty
 from grpo_lit.prompts import prefilled_tail
-from grpo_lit.rewards import RewardOutput, compute_rewards
+from grpo_lit.rewards import VERDICT_KINDS, RewardOutput, compute_rewards
 from grpo_lit.rollout import Rollout, RolloutConfig, row_keys
 from grpo_lit.step import GlobalRows
 
@@ -193,6 +193,7 @@ def _reward_metrics(
     for name in sums:
         total, count = (sum(rank[0][name][i] for rank in ranks) for i in (0, 1))
         metrics[f"reward_{name}"] = total / count if count else 0.0
-    for kind in sorted({kind for _, rank_verdicts in ranks for kind in rank_verdicts}):
-        metrics[f"verdict_{kind}"] = float(sum(rank_verdicts.get(kind, 0) for _, rank_verdicts in ranks))
+    if any(rank_verdicts for _, rank_verdicts in ranks):
+        for kind in VERDICT_KINDS:
+            metrics[f"verdict_{kind}"] = float(sum(rank_verdicts.get(kind, 0) for _, rank_verdicts in ranks))
     return metrics

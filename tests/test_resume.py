@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from grpo_lit.callbacks.metrics_file import without_timings
 
@@ -111,10 +112,18 @@ def test_checkpoint_is_small_and_holds_no_base(undisturbed: Path) -> None:
 def test_run_folder_has_everything(undisturbed: Path) -> None:
     for name in ("config.yaml", "metrics.jsonl", "checkpoints/last.ckpt", "adapter/adapter_config.json"):
         assert (undisturbed / name).is_file(), name
-    assert list((undisturbed / "tensorboard").glob("events.out.tfevents.*"))
+    events = EventAccumulator(str(undisturbed / "tensorboard")).Reload()
+    assert [event.step for event in events.Scalars("val/accuracy")] == [0, 3, 6]
+    assert [event.step for event in events.Scalars("train/loss")] == list(range(1, STEPS + 1))
+    table = events.Tensors("rollout/completions/text_summary")[0].tensor_proto.string_val[0].decode()
+    assert table.startswith("| prompt | completion | reward | tokens |")
+    assert len(table.splitlines()) == 2 + 8
     best = [path for path in (undisturbed / "checkpoints").glob("*.ckpt") if path.name != "last.ckpt"]
     assert len(best) == 1
     lines = metrics(undisturbed)
+    for kind in ("correct", "wrong", "unparsable", "timeout", "crashed"):
+        assert f"rollout/verdict_{kind}" in lines[1]
+    assert sum(lines[1][name] for name in lines[1] if "verdict" in name) == 16
     assert [line["step"] for line in lines] == list(range(STEPS + 1))
     validated = [line["step"] for line in lines if "val/accuracy" in line]
     assert validated == [0, 3, 6]
