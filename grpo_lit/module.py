@@ -21,6 +21,7 @@ from torchmetrics import MeanMetric
 
 from grpo_lit import checkpoint as ckpt
 from grpo_lit.errors import UserError
+from grpo_lit.lora import LoRAConfig, adapters_off
 from grpo_lit.loss import (
     LossConfig,
     LossOutput,
@@ -30,7 +31,6 @@ from grpo_lit.loss import (
     select_tokens,
     totals_to_metrics,
 )
-from grpo_lit.lora import LoRAConfig, adapters_off
 from grpo_lit.model_source import resolve_model_source
 from grpo_lit.nonfinite import NonFiniteGuard
 from grpo_lit.optim import LRScheduleConfig, build_scheduler
@@ -312,9 +312,7 @@ class GRPOModule(LightningModule):
         for rows, chunk_logprobs, chunk_entropy in zip(chunks, old, entropy, strict=True):
             logprobs[rows, : chunk_logprobs.shape[1]] = chunk_logprobs
             nats[rows, : chunk_entropy.shape[1]] = chunk_entropy
-        return select_tokens(
-            logprobs, training.advantages, training.loss_mask, entropy=nats, config=self.loss_config
-        )
+        return select_tokens(logprobs, training.advantages, training.loss_mask, entropy=nats, config=self.loss_config)
 
     def _step(self, totals: dict[str, Tensor], training: TrainingBatch) -> dict[str, float]:
         """Reduce gradients over ranks, clip, step; a non-finite pass is skipped, kept on disk and counted."""
@@ -330,7 +328,8 @@ class GRPOModule(LightningModule):
         if self.guard.check(self, metrics.get("loss", 0.0), norm, training):
             optimizer.step()
             scheduler = self.lr_schedulers()
-            assert scheduler is not None and not isinstance(scheduler, list)
+            assert scheduler is not None
+            assert not isinstance(scheduler, list)
             scheduler.step()  # type: ignore[call-arg]
             self.world.check_replicas(self.live_policy.trainable_parameters(), self.trainer.global_step)
         optimizer.zero_grad(set_to_none=True)
@@ -389,9 +388,7 @@ class GRPOModule(LightningModule):
 
     def on_validation_epoch_end(self) -> None:
         """Averages over all held-out prompts and ranks."""
-        self.validation_metrics = {
-            f"val/{name}": float(total.compute()) for name, total in self._val_totals.items()
-        }
+        self.validation_metrics = {f"val/{name}": float(total.compute()) for name, total in self._val_totals.items()}
         self.validation_metrics["perf/validate_s"] = self.phase.seconds.get("validate", 0.0)
         self.log_dict(self.validation_metrics, logger=False, batch_size=1)
 

@@ -251,9 +251,7 @@ def quantize_nf4(model: nn.Module, compute_dtype: torch.dtype, device: torch.dev
         raise SystemFault("model.policy.quantization=nf4 needs bitsandbytes: pip install bitsandbytes") from error
     head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
     layers = [
-        (name, module)
-        for name, module in model.named_modules()
-        if type(module) is nn.Linear and module is not head
+        (name, module) for name, module in model.named_modules() if type(module) is nn.Linear and module is not head
     ]
     if not layers:
         raise UserError("model.policy.quantization", "nf4", "null: this model has no nn.Linear layers to quantize")

@@ -41,9 +41,7 @@ class PromptEncoder:
         chat_template_kwargs: extra variables for the chat template, such as ``enable_thinking``.
     """
 
-    def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, chat_template_kwargs: dict[str, Any] | None = None
-    ) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, chat_template_kwargs: dict[str, Any] | None = None) -> None:
         self.tokenizer = tokenizer
         self.chat_template_kwargs = chat_template_kwargs or {}
 

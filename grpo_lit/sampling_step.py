@@ -135,9 +135,7 @@ def judge(
     return compute_rewards(functions, [batch.prompts[g] for g in groups], completions, columns, weights=weights)
 
 
-def _assemble(
-    module: GRPOModule, batch: PromptBatch, rounds: list[tuple[Rollout, list[int], _Judged]]
-) -> StepRows:
+def _assemble(module: GRPOModule, batch: PromptBatch, rounds: list[tuple[Rollout, list[int], _Judged]]) -> StepRows:
     joined = Rollout.concat([rollout for rollout, _, _ in rounds])
     numbers = [number for _, round_numbers, _ in rounds for number in round_numbers]
     groups = joined.group_ids.tolist()

@@ -98,7 +98,9 @@ Command = Callable[..., "subprocess.CompletedProcess[str]"]
 def grpo_lit_command(tmp_path: Path) -> Command:
     """Run ``grpo-lit`` as a user does, in an empty folder."""
 
-    def run(*arguments: str, env: dict[str, str] | None = None, timeout: float = 240) -> subprocess.CompletedProcess[str]:
+    def run(
+        *arguments: str, env: dict[str, str] | None = None, timeout: float = 240
+    ) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [sys.executable, "-m", "grpo_lit", *arguments],
             cwd=tmp_path,

@@ -71,7 +71,8 @@ def test_bf16_base_keeps_its_dtype_and_trains_fp32_adapters() -> None:
     y = layer(torch.randn(3, 6, dtype=torch.bfloat16))
     y.float().sum().backward()
     assert y.dtype == torch.bfloat16
-    assert layer.lora_A.grad is not None and layer.lora_A.grad.dtype == torch.float32
+    assert layer.lora_A.grad is not None
+    assert layer.lora_A.grad.dtype == torch.float32
     assert layer.base_layer.weight.grad is None
 
 
@@ -94,7 +95,7 @@ def test_adapters_off_is_the_base_and_is_undone_after_an_error(tiny_llama: Path)
     inject_lora(model, 4, 8.0)
     randomize(model)
     adapted = logits(model)
-    with pytest.raises(RuntimeError, match="inside"), adapters_off(model):
+    with pytest.raises(RuntimeError, match="inside"), adapters_off(model):  # noqa: PT012
         assert torch.equal(logits(model), base)
         raise RuntimeError("inside")
     assert torch.equal(logits(model), adapted)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from grpo_lit.callbacks import MetricsFile
+from grpo_lit.callbacks import CompletionsFile, MetricsFile
 from grpo_lit.datamodules import MathDataModule
 from grpo_lit.errors import SystemFault, UserError
 from grpo_lit.lora import LoRAConfig
@@ -51,9 +52,10 @@ def fit(
     root: Path,
     reward: str,
     *,
-    loss: LossConfig = LossConfig(),
+    loss: LossConfig = LossConfig(),  # noqa: B008
     micro_batch_size: int = 4,
     max_steps: int = 1,
+    prompts_per_step: int = 3,
     rollout: RolloutConfig | None = None,
     callbacks: list[Any] | None = None,
     **kwargs: Any,
@@ -71,7 +73,7 @@ def fit(
         max_grad_norm=kwargs.pop("max_grad_norm", None),
         **kwargs,
     )
-    data = MathDataModule("arithmetic", prompts_per_step=3, val_prompts=4, prompt_template="{question}=")
+    data = MathDataModule("arithmetic", prompts_per_step=prompts_per_step, val_prompts=4, prompt_template="{question}=")
     trainer = Trainer(
         accelerator="cpu",
         devices=1,
@@ -176,6 +178,30 @@ def test_abstained_rows_stay_out_of_group_and_loss(tiny_llama: Path, tmp_path: P
     assert 0 < int(out.sum()) < len(out)
     assert module.step_metrics["rollout/abstained_fraction"] == pytest.approx(float(out.float().mean()))
     assert module.step_metrics["train/row_count"] == int((~out).sum())
+
+
+def test_vigor_drives_the_rounds_of_a_step(tiny_llama: Path, tmp_path: Path, rewards: str) -> None:
+    """Eight prompts, ranked by reward variance after each round: 30 14 6 6 2 2 2 2, read from what the run wrote."""
+    rollout = RolloutConfig(allocator="vigor", sampling=SamplingConfig(max_completion_length=6))
+    module = fit(
+        tiny_llama, tmp_path, f"{rewards}.digits", rollout=rollout, prompts_per_step=8, callbacks=[CompletionsFile()]
+    )
+    records = [json.loads(line) for line in (tmp_path / "completions/step_000001.jsonl").read_text().splitlines()]
+    by_prompt: dict[int, list[dict[str, Any]]] = {}
+    for record in records:
+        by_prompt.setdefault(record["prompt_index"], []).append(record)
+    assert sorted(map(len, by_prompt.values()), reverse=True) == [30, 14, 6, 6, 2, 2, 2, 2]
+    for group in by_prompt.values():
+        assert [record["completion_index"] for record in group] == list(range(len(group)))
+    variance = {prompt: statistics.pvariance([r["reward"] for r in group[:2]]) for prompt, group in by_prompt.items()}
+    kept = {prompt for prompt, group in by_prompt.items() if len(group) > 2}
+    assert min(variance[prompt] for prompt in kept) >= max(variance[p] for p in by_prompt.keys() - kept)
+    assert module.step_metrics["rollout/reward_mean"] == pytest.approx(statistics.fmean(r["reward"] for r in records))
+    assert module.step_metrics["train/row_count"] == 64
+    alone = fit(
+        tiny_llama, tmp_path / "again", f"{rewards}.digits", rollout=rollout, prompts_per_step=8, micro_batch_size=7
+    )
+    assert alone.step_metrics["train/loss"] == pytest.approx(module.step_metrics["train/loss"], rel=1e-4, abs=1e-6)
 
 
 class _Poison:

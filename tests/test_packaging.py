@@ -80,9 +80,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
         elif entry.exists():
             shutil.copy(entry, source / name)
     # The backend itself, not pip: no index and no build environment is needed.
-    build = (
-        "import sys; from setuptools import build_meta; print(getattr(build_meta, sys.argv[1])(sys.argv[2]))"
-    )
+    build = "import sys; from setuptools import build_meta; print(getattr(build_meta, sys.argv[1])(sys.argv[2]))"
     done = run_python("-c", build, "build_sdist", str(work), cwd=source)
     assert done.returncode == 0, done.stderr
     archive = work / done.stdout.splitlines()[-1]
@@ -323,9 +321,7 @@ def test_only_the_entry_points_import_the_command_line() -> None:
 
 def test_loss_and_kernels_know_no_trainer() -> None:
     outside = {"lightning", "pytorch_lightning", "transformers", "datasets", "peft"}
-    wrong = [
-        i for i in IMPORTS if room(i.importer) in ("loss", "kernels") and i.target.split(".")[0] in outside
-    ]
+    wrong = [i for i in IMPORTS if room(i.importer) in ("loss", "kernels") and i.target.split(".")[0] in outside]
     assert not wrong
 
 
@@ -346,9 +342,7 @@ def distribution(module: str, known: dict[str, list[str]]) -> set[str]:
 def test_every_import_is_declared(pyproject: dict[str, Any]) -> None:
     project = pyproject["project"]
     base = {canonicalize_name(Requirement(r).name) for r in project["dependencies"]}
-    extras = {
-        canonicalize_name(Requirement(r).name) for rs in project["optional-dependencies"].values() for r in rs
-    }
+    extras = {canonicalize_name(Requirement(r).name) for rs in project["optional-dependencies"].values() for r in rs}
     known = dict(importlib.metadata.packages_distributions())
     wrong = []
     for i in IMPORTS:
@@ -380,9 +374,7 @@ def test_constraints_fit_the_declared_bounds(pyproject: dict[str, Any]) -> None:
         if name == "grpo-lit" or name == "setuptools":
             continue
         assert name in pins, f"{requirement.name} has no line in constraints.txt"
-        assert all(requirement.specifier.contains(v) for v in pins[name]), (
-            f"{requirement} against {pins[name]}"
-        )
+        assert all(requirement.specifier.contains(v) for v in pins[name]), f"{requirement} against {pins[name]}"
 
 
 def test_constraints_agree_with_what_torch_asks_for() -> None:

@@ -61,7 +61,9 @@ def test_scores_equal_the_full_logits_and_are_zero_off_the_mask(tiny_gpt2: Path,
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_gradient_equals_that_of_full_logits(tiny_llama: Path, checkpointing: bool) -> None:
-    policy = load_policy(PolicyConfig(str(tiny_llama), dtype="fp32", gradient_checkpointing=checkpointing), LoRAConfig(4))
+    policy = load_policy(
+        PolicyConfig(str(tiny_llama), dtype="fp32", gradient_checkpointing=checkpointing), LoRAConfig(4)
+    )
     torch.manual_seed(1)
     for name, parameter in policy.trainable_parameters():
         if name.endswith("lora_B"):
@@ -93,7 +95,7 @@ def test_dropout_is_off_in_every_mode(tiny_gpt2: Path) -> None:
 def test_generating_restores_the_mode_and_keeps_the_cache(tiny_llama: Path) -> None:
     policy = policy_of(tiny_llama, gradient_checkpointing=True)
     policy.model.train()
-    with pytest.raises(RuntimeError, match="stop"), policy.generating() as model:
+    with pytest.raises(RuntimeError, match="stop"), policy.generating() as model:  # noqa: PT012
         assert not model.training
         assert model(torch.tensor([[3, 4]]), use_cache=True).past_key_values is not None
         raise RuntimeError("stop")
@@ -126,7 +128,9 @@ def test_random_weights_are_the_seed_s_and_leave_the_global_generator_alone(tiny
     first, second = load_policy(config, LoRAConfig(2), seed=1), load_policy(config, LoRAConfig(2), seed=1)
     other = load_policy(config, LoRAConfig(2), seed=2)
     assert torch.equal(torch.rand(1), expected)
-    for (name, a), (_, b), (_, c) in zip(first.named_parameters(), second.named_parameters(), other.named_parameters(), strict=True):
+    for (name, a), (_, b), (_, c) in zip(
+        first.named_parameters(), second.named_parameters(), other.named_parameters(), strict=True
+    ):
         assert torch.equal(a, b), name
         if a.dim() == 2 and "lora_B" not in name:
             assert not torch.equal(a, c), name

@@ -29,9 +29,7 @@ def eager_token_loss(logp: Tensor, old: Tensor, advantages: Tensor, weights: Ten
     return -(torch.minimum(ratio * adv, ratio.clamp(1 - EPSILON, 1 + EPSILON) * adv) * weights).sum()
 
 
-def eager_logits_loss(
-    logits: Tensor, ids: Tensor, old: Tensor, advantages: Tensor, weights: Tensor
-) -> Tensor:
+def eager_logits_loss(logits: Tensor, ids: Tensor, old: Tensor, advantages: Tensor, weights: Tensor) -> Tensor:
     """The same from logits (N, T, V): float32 log-softmax over all of them."""
     logp = torch.log_softmax(logits.float(), -1).gather(-1, ids[..., None]).squeeze(-1)
     return eager_token_loss(logp, old, advantages, weights)
@@ -83,9 +81,7 @@ def _atomic_token_loss_kernel(  # type: ignore[no-untyped-def]
     logp = tl.load(logprobs + at, mask=inside, other=0.0)
     before = tl.load(old + at, mask=inside, other=0.0)
     adv = tl.load(advantages + at // steps, mask=inside, other=0.0)
-    loss, slope = token_terms(
-        logp, before, adv, weight, logp, epsilon, epsilon, float("inf"), 0.0, 0.0, False, False
-    )
+    loss, slope = token_terms(logp, before, adv, weight, logp, epsilon, epsilon, float("inf"), 0.0, 0.0, False, False)
     tl.store(dlogprobs + at, slope, mask=inside)
     active = inside & (weight != 0.0)
     tl.atomic_add(sums + tl.zeros_like(at), loss, mask=active, sem="relaxed")
@@ -93,9 +89,7 @@ def _atomic_token_loss_kernel(  # type: ignore[no-untyped-def]
     tl.atomic_add(sums + 2 + tl.zeros_like(at), weight, mask=active, sem="relaxed")
 
 
-def atomic_token_loss(
-    logp: Tensor, old: Tensor, advantages: Tensor, weights: Tensor
-) -> tuple[Tensor, Tensor]:
+def atomic_token_loss(logp: Tensor, old: Tensor, advantages: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """(loss, d loss / d logp) with three atomics per active token."""
     sums, slopes = logp.new_zeros(3), torch.empty_like(logp)
     block = 256
@@ -184,13 +178,9 @@ def trl_head_loss() -> Callable[..., Tensor] | None:
         return None
     chunk = utils._CHUNKED_LOGPROB_CHUNK_SIZE
 
-    def loss(
-        hidden: Tensor, weight: Tensor, ids: Tensor, old: Tensor, advantages: Tensor, weights: Tensor
-    ) -> Tensor:
+    def loss(hidden: Tensor, weight: Tensor, ids: Tensor, old: Tensor, advantages: Tensor, weights: Tensor) -> Tensor:
         rows = hidden.reshape(-1, hidden.shape[-1])
-        logp = kernels.ChunkedLogProbFunction.apply(
-            rows, weight, None, ids.reshape(-1), 1.0, chunk, None, 1.0, ()
-        )[0]
+        logp = kernels.ChunkedLogProbFunction.apply(rows, weight, None, ids.reshape(-1), 1.0, chunk, None, 1.0, ())[0]
         return eager_token_loss(logp.view(ids.shape), old, advantages, weights)
 
     return loss

@@ -97,9 +97,7 @@ def logits_case(
             refresh,
         ),
         "ours + entropy": (
-            lambda z: fused_logits_grpo(z, ids, old, advantages, weights, return_stats=True, impl="triton")[
-                0
-            ],
+            lambda z: fused_logits_grpo(z, ids, old, advantages, weights, return_stats=True, impl="triton")[0],
             logits,
             None,
         ),
@@ -226,9 +224,7 @@ def token_case(n: int, t: int, device: torch.device, *, compiled: bool, ragged: 
     if compiled:
         losses["torch.compile"] = torch.compile(baselines.eager_token_loss, dynamic=False)
     errors = {name: _relative(gradient(loss), true) for name, loss in losses.items()}
-    candidates = [
-        Candidate(name, "full", over_sets(loss, True), divide=sets) for name, loss in losses.items()
-    ]
+    candidates = [Candidate(name, "full", over_sets(loss, True), divide=sets) for name, loss in losses.items()]
     with torch.no_grad():
         errors["atomics"] = _relative(baselines.atomic_token_loss(*inputs[0])[1], true)
     atomics = over_sets(baselines.atomic_token_loss, False)

@@ -39,21 +39,13 @@ _SLACK = {"fused_logits_grpo": 2e-5, "grpo_token_loss": 2e-6, "fused_linear_grpo
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="grpo-lit bench kernels", description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--sections", nargs="+", default=list(SECTIONS), metavar="NAME", help=" | ".join(SECTIONS)
-    )
-    parser.add_argument(
-        "--samples", type=int, default=15, help="timed samples of each candidate (default 15)"
-    )
-    parser.add_argument(
-        "--modes", nargs="+", default=["full"], metavar="MODE", help="full | forward | backward"
-    )
+    parser.add_argument("--sections", nargs="+", default=list(SECTIONS), metavar="NAME", help=" | ".join(SECTIONS))
+    parser.add_argument("--samples", type=int, default=15, help="timed samples of each candidate (default 15)")
+    parser.add_argument("--modes", nargs="+", default=["full"], metavar="MODE", help="full | forward | backward")
     parser.add_argument("--csv", type=Path, help="write every row with GPU, versions and date to this file")
     parser.add_argument("--plot", type=Path, help="write bandwidth against vocabulary to this image")
     parser.add_argument("--json", action="store_true", help="print the rows as JSON, and nothing else")
-    parser.add_argument(
-        "--no-compile", action="store_true", help="leave torch.compile (and what uses it) out"
-    )
+    parser.add_argument("--no-compile", action="store_true", help="leave torch.compile (and what uses it) out")
     return parser
 
 
@@ -146,9 +138,7 @@ def _context(device: torch.device, timer: Timer) -> dict[str, object]:
 
 
 def _headline(context: dict[str, object]) -> str:
-    versions = ", ".join(
-        f"{name} {context[name]}" for name in ("torch", "triton", "liger", "trl") if context[name]
-    )
+    versions = ", ".join(f"{name} {context[name]}" for name in ("torch", "triton", "liger", "trl") if context[name])
     if not context["measurement"]:
         return f"NO MEASUREMENT: no CUDA device, Triton's interpreter at tiny sizes; {versions}"
     return f"{context['gpu']}, copy {context['copy_tb_per_s']:.2f} TB/s; {versions}; {context['date']}"
@@ -218,9 +208,7 @@ def _plot(path: Path, device: torch.device, timer: Timer, context: dict[str, obj
     figure, axes = pyplot.subplots(figsize=(6.4, 4))
     for dtype in (torch.float32, torch.bfloat16):
         speeds = bandwidth_curve(sizes, dtype, device, timer, budget)
-        axes.plot(
-            sizes, [speed / 1e12 for speed in speeds], marker="o", label=str(dtype).removeprefix("torch.")
-        )
+        axes.plot(sizes, [speed / 1e12 for speed in speeds], marker="o", label=str(dtype).removeprefix("torch."))
     if context["measurement"]:
         axes.axhline(context["copy_tb_per_s"], color="grey", linestyle="--", label="copy")  # type: ignore[arg-type]
     axes.set(

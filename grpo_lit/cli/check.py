@@ -84,7 +84,9 @@ def _device() -> Finding:
         return Finding(True, "no CUDA GPU: training runs on the CPU")
     free, total = torch.cuda.mem_get_info()
     name = torch.cuda.get_device_name()
-    return Finding(True, f"{torch.cuda.device_count()} CUDA GPU(s), {name}, {free / _GIB:.1f} of {total / _GIB:.1f} GiB free")
+    return Finding(
+        True, f"{torch.cuda.device_count()} CUDA GPU(s), {name}, {free / _GIB:.1f} of {total / _GIB:.1f} GiB free"
+    )
 
 
 def _model(config: PolicyConfig) -> str:
@@ -93,7 +95,7 @@ def _model(config: PolicyConfig) -> str:
     size = base_weight_bytes(config, total, in_linear)
     if torch.cuda.is_available() and size > (capacity := torch.cuda.mem_get_info()[1]):
         raise SystemFault(
-            f"model.policy.path={source.spec!r}: its weights take {size / _GIB:.2f} GiB, the GPU has {capacity / _GIB:.2f}"
+            f"model.policy.path={source.spec!r}: weights of {size / _GIB:.2f} GiB, a GPU of {capacity / _GIB:.2f}"
         )
     return f"model {source.spec}: {total / 1e6:.0f} M parameters, weights about {size / _GIB:.2f} GiB"
 

@@ -58,7 +58,7 @@ def locked(root: Path) -> Iterator[None]:
 
 
 def set_earlier_run_aside(root: Path) -> Path | None:
-    """Move the contents of an earlier run into ``<root>.1``, ``.2``, ...; returns where they went, if there were any."""
+    """Move an earlier run's files into ``<root>.1``, ``.2``, ...; returns where they went, if there were any."""
     if not any((root / mark).exists() for mark in _MARKS):
         return None
     number = 1

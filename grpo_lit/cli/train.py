@@ -142,7 +142,8 @@ def start_text(cli: GRPOCLI, root: Path, ckpt: Path | None) -> str:
         + (f", LoRA rank {module.lora_config.rank}" if module.lora_config else ", all weights train"),
         f"data: {data.dataset}, {len(train)} training prompts, {len(val)} held out",
         f"batch: {prompts} prompts per step x {each} = {rows} rows; {module.ppo_passes} "
-        f"optimizer step(s) per rollout, each over {micro} micro-batch(es) of {module.micro_batch_size} rows per device",
+        f"optimizer step(s) per rollout, each over {micro} micro-batch(es) of "
+        f"{module.micro_batch_size} rows per device",
         f"length: trainer.max_steps={trainer.max_steps} optimizer steps = "
         f"{-(-max(trainer.max_steps, 0) // module.ppo_passes)} rollout steps",
         f"run folder: {root}" + (f", resumed from {ckpt}" if ckpt else ""),

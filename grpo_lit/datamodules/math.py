@@ -29,7 +29,7 @@ class MathDataModule(LightningDataModule):
         dataset_options: options of a generated dataset, such as arithmetic's terms.
         prompts_per_step: prompts per rollout step, over all ranks.
         val_prompts: held-out rows; 0 switches validation off.
-        val_on_train: validate on the training prompts themselves, for tasks of a few fixed prompts; nothing is held out.
+        val_on_train: validate on the training prompts themselves, for tasks of a few fixed prompts.
         val_batch_size: prompts generated together in validation.
         prompt_template: text of the user's turn; ``{question}`` is replaced, all else is literal.
         system_prompt: system turn for chat models; none by default.
@@ -123,7 +123,7 @@ class MathDataModule(LightningDataModule):
         self._val = self._encode(val, encoder, list_too_long=False)
         if self.too_long:
             _log.warning(
-                "%d of %d training prompts are longer than data.max_prompt_length=%s tokens and are left out: rows %s%s",
+                "%d of %d training prompts exceed data.max_prompt_length=%s tokens and are left out: rows %s%s",
                 len(self.too_long),
                 len(train),
                 self.max_prompt_length,

@@ -5,28 +5,33 @@ Every op takes ``impl="triton" | "torch" | None``; None picks Triton on CUDA and
 
 from __future__ import annotations
 
-from grpo_lit.kernels import scale as _scale  # noqa: F401  (registers grpo_lit::scale_)
-from grpo_lit.kernels.dispatch import default_impl, triton_available
-from grpo_lit.kernels.entropy_mask import entropy_mask, keep_row_weight
-from grpo_lit.kernels.fused_linear_grpo import fused_linear_grpo
-from grpo_lit.kernels.fused_logits_grpo import TokenStats, fused_logits_grpo
-from grpo_lit.kernels.grpo_token_loss import grpo_token_loss
-from grpo_lit.kernels.linear_logprobs import linear_logprobs
-from grpo_lit.kernels.lora_linear import lora_linear
-from grpo_lit.kernels.nf4 import Nf4Weight
-from grpo_lit.kernels.nf4_matmul import nf4_matmul
+if __name__ == "kernels":  # reached through the link in the root of a checkout
+    from ._root_link import step_aside
 
-__all__ = [
-    "Nf4Weight",
-    "TokenStats",
-    "default_impl",
-    "entropy_mask",
-    "fused_linear_grpo",
-    "fused_logits_grpo",
-    "grpo_token_loss",
-    "keep_row_weight",
-    "linear_logprobs",
-    "lora_linear",
-    "nf4_matmul",
-    "triton_available",
-]
+    step_aside(__name__)
+else:
+    from grpo_lit.kernels import scale as _scale  # noqa: F401  (registers grpo_lit::scale_)
+    from grpo_lit.kernels.dispatch import default_impl, triton_available
+    from grpo_lit.kernels.entropy_mask import entropy_mask, keep_row_weight
+    from grpo_lit.kernels.fused_linear_grpo import fused_linear_grpo
+    from grpo_lit.kernels.fused_logits_grpo import TokenStats, fused_logits_grpo
+    from grpo_lit.kernels.grpo_token_loss import grpo_token_loss
+    from grpo_lit.kernels.linear_logprobs import linear_logprobs
+    from grpo_lit.kernels.lora_linear import lora_linear
+    from grpo_lit.kernels.nf4 import Nf4Weight
+    from grpo_lit.kernels.nf4_matmul import nf4_matmul
+
+    __all__ = [
+        "Nf4Weight",
+        "TokenStats",
+        "default_impl",
+        "entropy_mask",
+        "fused_linear_grpo",
+        "fused_logits_grpo",
+        "grpo_token_loss",
+        "keep_row_weight",
+        "linear_logprobs",
+        "lora_linear",
+        "nf4_matmul",
+        "triton_available",
+    ]

@@ -44,7 +44,11 @@ def test_output_says_what_is_trained_where_and_what_came_of_it(
 def test_signal_finishes_the_step_saves_and_the_resume_is_exact(
     number: signal.Signals, fit_arguments: Fit, tiny_llama: Path, tmp_path: Path
 ) -> None:
-    arguments = [*fit_arguments(tiny_llama, tmp_path / "run"), "--trainer.max_steps=200", "--trainer.val_check_interval=500"]
+    arguments = [
+        *fit_arguments(tiny_llama, tmp_path / "run"),
+        "--trainer.max_steps=200",
+        "--trainer.val_check_interval=500",
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
         [sys.executable, "-m", "grpo_lit", *arguments], cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True
@@ -62,7 +66,11 @@ def test_signal_finishes_the_step_saves_and_the_resume_is_exact(
     assert 3 <= last < 200
     more = [f"--trainer.max_steps={last + 2}", "--ckpt_path=last"]
     result = subprocess.run(
-        [sys.executable, "-m", "grpo_lit", *arguments, *more], cwd=tmp_path, env=environment, capture_output=True, text=True
+        [sys.executable, "-m", "grpo_lit", *arguments, *more],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
     )
     assert result.returncode == 0, result.stderr
     lines = [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]

@@ -42,7 +42,9 @@ def test_shipped_config_parses_and_says_what_it_trains(name: str, monkeypatch: p
     settings = yaml.safe_load(text)
     assert settings["trainer"]["default_root_dir"] == f"runs/{name}"
     # every value is accepted and every object can be built; only the device differs from the file
-    cli = GRPOCLI([f"--config={name}", "--trainer.accelerator=cpu", "--trainer.devices=1", "--trainer.strategy=auto"], "fit")
+    cli = GRPOCLI(
+        [f"--config={name}", "--trainer.accelerator=cpu", "--trainer.devices=1", "--trainer.strategy=auto"], "fit"
+    )
     assert cli.model.policy_config.path == settings["model"]["policy"]["path"]
     assert cli.trainer.max_steps == settings["trainer"]["max_steps"]
 

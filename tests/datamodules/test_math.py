@@ -97,12 +97,16 @@ def test_last_batch_is_smaller_and_columns_follow(encoder: PromptEncoder) -> Non
     batches = list(connected(encoder).train_dataloader())
     assert [len(batch) for batch in batches] == [4] * 22 + [2]
     for batch in batches:
-        for prompt, question, answer in zip(batch.prompts, batch.columns["question"], batch.columns["answer"], strict=True):
+        for prompt, question, answer in zip(
+            batch.prompts, batch.columns["question"], batch.columns["answer"], strict=True
+        ):
             assert prompt == f"{question}="
             assert eval(question) == int(answer)
 
 
-def test_long_prompts_are_listed_and_not_lost_in_silence(encoder: PromptEncoder, caplog: pytest.LogCaptureFixture) -> None:
+def test_long_prompts_are_listed_and_not_lost_in_silence(
+    encoder: PromptEncoder, caplog: pytest.LogCaptureFixture
+) -> None:
     data = MathDataModule(
         "arithmetic",
         dataset_options={"high": 12, "terms": 2},

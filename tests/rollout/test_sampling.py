@@ -85,7 +85,14 @@ def test_temperature_divides_and_zero_is_greedy_with_untempered_logprobs() -> No
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("top_p", 0.9), ("top_k", 50), ("min_p", 0.1), ("temperature", 0.0), ("temperature", -1.0), ("max_completion_length", 0)],
+    [
+        ("top_p", 0.9),
+        ("top_k", 50),
+        ("min_p", 0.1),
+        ("temperature", 0.0),
+        ("temperature", -1.0),
+        ("max_completion_length", 0),
+    ],
 )
 def test_training_refuses_what_scoring_cannot_follow(field: str, value: float) -> None:
     with pytest.raises(UserError, match=f"model.rollout.sampling.{field}"):
