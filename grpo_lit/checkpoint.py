@@ -146,7 +146,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
                 os.fsync(file.fileno())
             tmp.replace(target)
         except (OSError, RuntimeError) as error:
-            kept = f"; {target} keeps the last good checkpoint" if target.is_file() else ""
+            good = [path for path in (target, target.with_name("last.ckpt")) if path.is_file()]
+            kept = f"; {good[0]} keeps the last good checkpoint" if good else ""
             raise SystemFault(f"the checkpoint {target} can't be written ({_cause(error)}){kept}") from error
         finally:
             tmp.unlink(missing_ok=True)

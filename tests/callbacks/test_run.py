@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -75,6 +76,35 @@ def test_signal_finishes_the_step_saves_and_the_resume_is_exact(
     assert result.returncode == 0, result.stderr
     lines = [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert lines == list(range(last + 3))
+
+
+def test_full_disk_ends_in_one_line_and_the_last_good_checkpoint_survives(
+    fit_arguments: Fit, tiny_llama: Path, tmp_path: Path
+) -> None:
+    """The kernel refuses to let any file grow past a size that the checkpoint exceeds."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "grpo_lit", *fit_arguments(tiny_llama, tmp_path / "run", "--trainer.max_steps=1")]
+    assert subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True).returncode == 0
+    checkpoint = tmp_path / "run" / "checkpoints" / "last.ckpt"
+    good = checkpoint.read_bytes()
+    limit = len(good) // 2
+    result = subprocess.run(
+        [*command, "--trainer.max_steps=3", "--ckpt_path=last"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
+    )
+    assert result.returncode == 1
+    error = result.stderr.strip().splitlines()
+    assert len(error) == 1, result.stderr
+    assert "can't be written (File too large)" in error[0]
+    assert f"{checkpoint} keeps the last good checkpoint" in error[0]
+    assert checkpoint.read_bytes() == good
+    assert {path.name for path in checkpoint.parent.iterdir()} == {"last.ckpt"}
+    again = subprocess.run([*command, "--ckpt_path=last", "--trainer.max_steps=2"], cwd=tmp_path, env=environment)
+    assert again.returncode == 0
 
 
 def test_table_cells_can_break_nothing() -> None:
