@@ -271,7 +271,7 @@ def test_async_functions_are_refused() -> None:
         return [1.0] * 3
 
     with pytest.raises(RewardError, match="async"):
-        compute_rewards([my_function], PROMPTS, COMPLETIONS, {})
+        compute_rewards([my_function], PROMPTS, COMPLETIONS, {})  # type: ignore[list-item]
 
 
 def test_missing_column_is_named_with_those_there_are() -> None:

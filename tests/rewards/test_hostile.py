@@ -173,7 +173,7 @@ def test_two_hundred_hostile_answers_within_a_minute(pool: VerifierPool, gold: s
     right = [v.extracted for v in verdicts if v.correct]
     assert right == []
     assert seconds < 60
-    assert sum(v.kind in ("timeout", "crashed") for v in verdicts) <= 5
+    assert not {v.kind for v in verdicts} & {"timeout", "crashed"}
     assert pool.verify(r"\boxed{2\sin x\cos x}", r"\sin 2x").correct
 
 

@@ -69,9 +69,10 @@ def test_workers_start_only_when_needed(pool: VerifierPool) -> None:
 
 def test_start_up_is_not_the_answers_time(pool: VerifierPool) -> None:
     start = time.perf_counter()
-    verdict = pool.verify(*EQUAL, timeout_s=0.25)
+    verdict = pool.verify(*EQUAL, timeout_s=0.4)
     assert verdict.kind == "correct"
-    assert verdict.latency_s < 0.25 < time.perf_counter() - start
+    assert verdict.latency_s < 0.4
+    assert time.perf_counter() - start > verdict.latency_s + 0.2
 
 
 def test_timeout_is_a_verdict_of_its_own_and_the_pool_goes_on() -> None:
@@ -81,7 +82,7 @@ def test_timeout_is_a_verdict_of_its_own_and_the_pool_goes_on() -> None:
         start = time.perf_counter()
         (reply,) = pool.judge([ENDLESS], timeout_s=0.5)
         assert reply.kind == "timeout"
-        assert 0.5 <= time.perf_counter() - start < 3.0
+        assert 0.5 <= time.perf_counter() - start < 1.6
         assert pool.judge([Job(r"\sin 2x", r"2\sin x\cos x")])[0].kind == "correct"
         assert pool.pids != [first]
 
@@ -102,6 +103,8 @@ def test_killed_in_a_job_is_a_crash_and_the_pool_goes_on(pool: VerifierPool) -> 
     killer.join()
     assert verdict.kind == "crashed"
     assert "-9" in verdict.reason
+    # A crash isn't the answer's fault for certain, so it isn't remembered.
+    assert pool.verify(rf"\boxed{{{ENDLESS.answer}}}", ENDLESS.gold, timeout_s=0.3).kind == "timeout"
     assert pool.verify(*EQUAL).kind == "correct"
 
 
@@ -167,6 +170,20 @@ def test_forked_child_has_workers_of_its_own() -> None:
     assert verify_math(r"\boxed{3\sin x\cos x}", r"\frac{3}{2}\sin 2x").correct
 
 
+@linux
+def test_fork_while_the_worker_is_busy() -> None:
+    busy = threading.Thread(target=lambda: verify_math(rf"\boxed{{{ENDLESS.answer}}}", ENDLESS.gold, timeout_s=2.0))
+    verify_math(*EQUAL)
+    busy.start()
+    time.sleep(0.5)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(30)  # ends a child that waits for the parent's worker
+        os._exit(0 if verify_math(r"\boxed{\tan x}", r"\tan x + 0\sin x").correct else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    busy.join()
+
+
 SCRIPT = r"""
 import os, sys
 from grpo_lit.rewards.verify import default_pool, verify_math
@@ -177,10 +194,16 @@ print(*default_pool().workers.pids, flush=True)
 
 @linux
 @pytest.mark.parametrize(
-    "ending", ["", "os._exit(0)", "os.kill(os.getpid(), 9)", "os.fork() or __import__('time').sleep(9); os._exit(0)"]
+    "ending",
+    [
+        "",
+        "os._exit(0)",
+        "os.kill(os.getpid(), 9)",
+        "__import__('ctypes').CDLL(None).fork() or __import__('time').sleep(9); os._exit(0)",
+    ],
 )
 def test_no_worker_outlives_the_process(ending: str) -> None:
-    # A fork of the process holds its end of the pipe open; the worker must leave all the same.
+    # A fork that Python doesn't know of holds the pipe open; the worker must leave all the same.
     command = [sys.executable, "-c", SCRIPT + ending]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -199,6 +222,7 @@ def test_a_process_that_used_it_ends_at_once_and_silently() -> None:
 def test_worker_is_small_and_limited(pool: VerifierPool) -> None:
     pool.verify(*EQUAL)
     (pid,) = pool.workers.pids
+    assert os.getsid(pid) != os.getsid(0)  # Ctrl-C in a terminal goes to the whole foreground session
     assert "torch" not in Path(f"/proc/{pid}/maps").read_text()
     limits = Path(f"/proc/{pid}/limits").read_text().splitlines()
     space = next(line for line in limits if line.startswith("Max address space"))

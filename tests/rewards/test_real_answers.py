@@ -169,7 +169,7 @@ def rational(draw: Draw) -> Fraction:
 
 def scalar_pair(draw: Draw, equal: bool) -> tuple[str, str]:
     value = rational(draw)
-    other = value if equal else value + draw.choice([1, -1, Fraction(1, 10), -2 * value, value])
+    other = value if equal else value + draw.choice([Fraction(1), Fraction(-1), Fraction(1, 10), -2 * value, value])
     return fraction_text(value, draw), fraction_text(other, draw)
 
 
@@ -225,7 +225,7 @@ def interval_pair(draw: Draw, equal: bool) -> tuple[str, str]:
             other = (not closed[0], closed[1])
         else:
             ends = (low, high + 1)
-    return interval_text(str(low), str(high), closed, draw), interval_text(*map(str, ends), other, draw)
+    return interval_text(str(low), str(high), closed, draw), interval_text(str(ends[0]), str(ends[1]), other, draw)
 
 
 def ray_pair(draw: Draw, equal: bool) -> tuple[str, str]:

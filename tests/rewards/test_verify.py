@@ -73,6 +73,7 @@ REPORTED = [
 ]
 
 THINKING = [
+    ("5", r"\boxed{4} <think>a</think> b </think> it is 5", True),
     ("4", r"<think>\boxed{4}</think>", False),
     ("4", r"<think>5</think>\boxed{4}", True),
     ("4", r"<think>5 \boxed{4}", False),
@@ -136,6 +137,9 @@ WORDS = [
 ]
 
 UNITS = [
+    (r"5 \text{ m}", r"\boxed{5 \text{ s}}", False),
+    (r"5 \text{ m}", r"\boxed{5 \text{ m}^2}", False),
+    ("5 dollars", r"\boxed{500 \text{ cents}}", True),
     ("15 cm^2", r"\boxed{15\text{ cm}^2}", True),
     (r"15\mbox{ cm}^2", r"\boxed{15}", True),
     (r"9 \text{ inches}", r"\boxed{9 \text{ feet}}", False),
@@ -173,6 +177,9 @@ INTERVALS = [
 ]
 
 COLLECTIONS = [
+    ("5", r"\boxed{3} for part (a) and \boxed{5}", True),
+    ("3, 5", r"\boxed{3} for part (a) and \boxed{5}", True),
+    ("3, 5", r"\boxed{3}. But wait, no, and \boxed{5}", False),
     (r"\{1\pm\sqrt{5},-2\}", r"\boxed{-2, 1+\sqrt{5}, 1-\sqrt{5}}", True),
     (r"1 \pm \sqrt{19}", r"\boxed{1+\sqrt{19},1-\sqrt{19}}", True),
     ("3, 5, 7", r"\boxed{7,3,5}", True),
