@@ -7,6 +7,7 @@ rows. The maths is in `grpo_lit.loss`, the data of a step in `grpo_lit.step`; th
 from __future__ import annotations
 
 import copy
+import math
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -115,6 +116,13 @@ class GRPOModule(LightningModule):
             raise UserError("model.rewards", rewards, "at least one reward function")
         if reward_weights is not None and len(reward_weights) != len(rewards):
             raise UserError("model.reward_weights", reward_weights, f"one weight for each of {len(rewards)} rewards")
+        if reward_weights is not None and not all(map(math.isfinite, reward_weights)):
+            raise UserError("model.reward_weights", reward_weights, "finite numbers")
+        if not 0 <= length_penalty < math.inf:
+            raise UserError("model.length_penalty", length_penalty, "a finite number >= 0")
+        limit = rollout.sampling.max_completion_length
+        if overlong_cache is not None and not 1 <= overlong_cache <= limit:
+            raise UserError("model.overlong_cache", overlong_cache, f"from 1 to max_completion_length={limit} tokens")
         if policy.quantization and lora is None:
             raise UserError("model.lora", None, "a LoRA section: 4-bit weights can't be trained themselves")
         self.automatic_optimization = False
@@ -148,7 +156,8 @@ class GRPOModule(LightningModule):
             spec, argument = self.policy_config.path, "model.policy.path"
             if self.policy_config.tokenizer is not None:
                 spec, argument = self.policy_config.tokenizer, "model.policy.tokenizer"
-            self._encoder = PromptEncoder(load_tokenizer(resolve_model_source(spec, argument=argument)))
+            source = resolve_model_source(spec, argument=argument)
+            self._encoder = PromptEncoder(load_tokenizer(source, argument=argument))
         return self._encoder
 
     @property
@@ -185,11 +194,13 @@ class GRPOModule(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def total_optimizer_steps(self) -> int:
-        """Optimizer steps of the whole run: ``trainer.max_steps``, or what ``trainer.max_epochs`` amounts to."""
+        """Optimizer steps of the whole run: ``trainer.max_steps`` or those of ``trainer.max_epochs``, the fewer."""
         trainer = self.trainer
-        if trainer.max_steps > 0:
-            return trainer.max_steps
-        return int(trainer.num_training_batches) * max(trainer.max_epochs or 1, 1) * self.ppo_passes
+        limits = [trainer.max_steps] if trainer.max_steps > 0 else []
+        if trainer.max_epochs is not None and trainer.max_epochs > 0:
+            trainer.fit_loop.setup_data()  # as Lightning's own estimated_stepping_batches does
+            limits.append(int(trainer.num_training_batches) * trainer.max_epochs * self.ppo_passes)
+        return min(limits, default=1)
 
     @property
     def live_policy(self) -> Policy:

@@ -15,10 +15,13 @@ if TYPE_CHECKING:
 
 
 class AdapterExport(Callback):
-    """Writes ``adapter/`` (PEFT layout) when training ends, or ``model/`` after full fine-tuning."""
+    """Writes ``adapter/`` (PEFT layout) when training ends, or ``model/`` after full fine-tuning.
+
+    Also when a complete run is resumed, which trains no more: it may have died between checkpoint and export.
+    """
 
     @override
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the final weights on rank 0."""
         if not trainer.is_global_zero or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return

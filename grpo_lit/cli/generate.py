@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 from grpo_lit.checkpoint import KEY, check_compatible, read_checkpoint
 from grpo_lit.cli.parser import CLIParser
 from grpo_lit.cli.train import quiet_third_parties
-from grpo_lit.errors import UserError
+from grpo_lit.errors import SystemFault, UserError
 from grpo_lit.lora import LoRAConfig, load_adapter, read_adapter_config
 from grpo_lit.model_source import load_model_config, resolve_model_source
 from grpo_lit.policy import Policy, PolicyConfig, load_policy
@@ -38,6 +39,8 @@ def main(arguments: Sequence[str]) -> int:
     options.sampling.validate("sampling")
     if options.samples < 1:
         raise UserError("samples", options.samples, "at least 1")
+    if options.device is not None:
+        check_device(options.device)
     prompts = options.prompt or [line.rstrip("\n") for line in sys.stdin if line.strip()]
     if not prompts:
         raise UserError("prompt", [], "at least one prompt, here or on standard input")
@@ -50,6 +53,19 @@ def main(arguments: Sequence[str]) -> int:
         for ids, length in zip(rollout.completion_ids.tolist(), rollout.lengths.tolist(), strict=True):
             print(encoder.decode(ids[:length]), flush=True)
     return 0
+
+
+def check_device(device: str) -> None:
+    """Refuse a device that there is not.
+
+    Raises:
+        UserError: not the name of a device.
+        SystemFault: CUDA, on a machine without it.
+    """
+    if re.fullmatch(r"cpu|cuda(:\d+)?", device) is None:
+        raise UserError("device", device, "cpu or cuda")
+    if device != "cpu" and not torch.cuda.is_available():
+        raise SystemFault(f"device={device!r}: no CUDA GPU on this machine; use cpu")
 
 
 def _as_list(arguments: Sequence[str]) -> list[str]:

@@ -10,6 +10,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, NoReturn
 
+import yaml  # type: ignore[import-untyped]
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import TensorBoardLogger
 
@@ -26,6 +27,19 @@ from grpo_lit.datamodules import MathDataModule
 from grpo_lit.errors import UserError
 from grpo_lit.lora import LoRAConfig
 from grpo_lit.module import GRPOModule
+
+# Sections that can't be null; their keys have defaults.
+_SECTIONS = (
+    "trainer",
+    "checkpoint",
+    "model.rollout",
+    "model.rollout.sampling",
+    "model.loss",
+    "model.optimizer",
+    "model.lr_schedule",
+    "model.validation",
+    "model.validation.sampling",
+)
 
 
 class ParseError(UserError):
@@ -66,13 +80,14 @@ def _with_suggestion(parser: LightningArgumentParser, message: str) -> str:
     """Name the nearest accepted key where an unknown one was given."""
     match = re.search(
         r"unrecognized arguments: -*(?P<a>[\w.]+)|key ['\"]?(?P<b>[\w.]+)['\"]? is not expected"
-        r"|option ['\"]?(?P<c>[\w.]+)['\"]? is not accepted",
+        r"|option ['\"]?(?P<c>[\w.]+)['\"]? is not accepted"
+        r"|group '(?P<d>\w+)' does not accept option '(?P<e>[\w.]+)'",
         message,
         re.IGNORECASE,
     )
     if match is None:
         return message
-    unknown = next(name for name in match.groups() if name)
+    unknown = ".".join(name for name in match.groups() if name)
     accepted = {action.dest for action in parser._actions if action.dest != "help"}
     # Sections that jsonargparse parses as a whole, so that their keys are no arguments of the parser.
     for section, described in (("data", MathDataModule), ("model.lora", LoRAConfig)):
@@ -118,12 +133,25 @@ def find_config(value: str) -> str:
         UserError: neither.
     """
     if Path(value).is_file():
+        _check_yaml(value)
         return value
     shipped = shipped_configs()
     name = value.removesuffix(".yaml").removeprefix("configs/")
     if name in shipped:
         return str(shipped[name])
     raise UserError("--config", value, f"a YAML file or one of the shipped configs: {', '.join(shipped)}")
+
+
+def _check_yaml(value: str) -> None:
+    """Name the file that is no configuration: the parser's own words do not."""
+    try:
+        content = yaml.safe_load(Path(value).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError("--config", value, "a YAML file in UTF-8 that can be read") from error
+    except yaml.YAMLError as error:
+        raise UserError("--config", value, f"valid YAML ({' '.join(str(error).split())})") from error
+    if not isinstance(content, dict):
+        raise UserError("--config", value, "a YAML file of sections, such as trainer, model and data")
 
 
 class GRPOCLI(LightningCLI):
@@ -173,6 +201,12 @@ class GRPOCLI(LightningCLI):
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         """Parse without Lightning's warning about ``sys.argv``."""
         self.config = parser.parse_args(args)  # type: ignore[arg-type]
+        for name in _SECTIONS:
+            if self.config.get(name, ()) is None:
+                raise UserError(name, None, "a section; leave it out for its defaults")
+        seed = self.config["seed_everything"]
+        if not isinstance(seed, bool) and not 0 <= seed < 2**32:
+            raise UserError("seed_everything", seed, "a whole number from 0 to 2**32 - 1, true or false")
 
     def _parse_ckpt_path(self) -> None:
         """Nothing: the configuration rules, the checkpoint is checked against it."""
@@ -190,7 +224,12 @@ class GRPOCLI(LightningCLI):
         if config.get("enable_progress_bar") is not False:
             callbacks.append(StepProgress())
         self.trainer_defaults = {**self.trainer_defaults, "callbacks": callbacks}
-        return super().instantiate_trainer(**kwargs)
+        try:
+            return super().instantiate_trainer(**kwargs)
+        except UserError:
+            raise
+        except (TypeError, ValueError) as error:  # a strategy, accelerator or number of devices that there is not
+            raise UserError("trainer", " ".join(str(error).split()), "settings that Trainer takes") from error
 
     def dump(self) -> str:
         """The resolved configuration as YAML."""

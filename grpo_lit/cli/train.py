@@ -31,10 +31,11 @@ def fit(arguments: Sequence[str]) -> int:
     ckpt = resolve_ckpt_path(cli.config["ckpt_path"], root)
     if ckpt is not None:
         check_checkpoint(ckpt, cli.model)
-    cli.datamodule.load()
+    check_data(cli)
     with locked(root) if is_first else nullcontext():
         if is_first:
-            if ckpt is None and (kept := set_earlier_run_aside(root)) is not None:
+            resumed = ckpt is not None and root.resolve() in ckpt.resolve().parents
+            if not resumed and (kept := set_earlier_run_aside(root)) is not None:
                 print(f"the earlier run in {root} is kept in {kept}")
             write_config(root, cli.dump())
             print(start_text(cli, root, ckpt), flush=True)
@@ -91,6 +92,17 @@ def check_trainer(trainer: Trainer) -> None:
     if trainer.accumulate_grad_batches != 1:
         accepted = "1: model.micro_batch_size splits a step without changing it"
         raise UserError("trainer.accumulate_grad_batches", trainer.accumulate_grad_batches, accepted)
+    if trainer.gradient_clip_val:
+        raise UserError("trainer.gradient_clip_val", trainer.gradient_clip_val, "null: model.max_grad_norm clips")
+    if trainer.val_check_interval == 0:
+        raise UserError("trainer.val_check_interval", 0, "at least 1 rollout step; data.val_prompts=0 never validates")
+    if trainer.limit_train_batches == 0:
+        raise UserError("trainer.limit_train_batches", 0, "at least 1 rollout step")
+    if trainer.max_epochs == 0:
+        raise UserError("trainer.max_epochs", 0, "at least 1, or -1 where trainer.max_steps ends the run")
+    if trainer.max_steps == 0 or (trainer.max_steps < 0 and (trainer.max_epochs or -1) < 0):
+        accepted = "at least 1 optimizer step, or -1 where trainer.max_epochs ends the run"
+        raise UserError("trainer.max_steps", trainer.max_steps, accepted)
 
 
 def check_model(module: GRPOModule) -> None:
@@ -110,6 +122,28 @@ def check_checkpoint(path: Path, module: GRPOModule) -> None:
     check_compatible(read_checkpoint(path).get(KEY), config, module.lora_config, str(path))
 
 
+def check_data(cli: GRPOCLI) -> None:
+    """Read and encode the prompts, and see that the longest fits the model together with its completion.
+
+    Raises:
+        UserError: bad data, or prompt and completion are longer than the model's positions.
+    """
+    module, data = cli.model, cli.datamodule
+    data.connect(module.encoder)
+    config = load_model_config(resolve_model_source(module.policy_config.path))
+    limit = getattr(config, "max_position_embeddings", None)
+    for name, sampling, longest in (
+        ("model.rollout", module.rollout_config.sampling, data.longest_prompts[0]),
+        ("model.validation", module.validation_config.sampling, data.longest_prompts[1]),
+    ):
+        if isinstance(limit, int) and longest >= limit:
+            accepted = f"below the model's {limit} positions; a prompt has {longest} tokens"
+            raise UserError("data.max_prompt_length", data.max_prompt_length, accepted)
+        if isinstance(limit, int) and longest and longest + sampling.max_completion_length > limit:
+            accepted = f"at most {limit - longest}: the model has {limit} positions, the longest prompt {longest}"
+            raise UserError(f"{name}.sampling.max_completion_length", sampling.max_completion_length, accepted)
+
+
 def run(cli: GRPOCLI, command: str, ckpt: Path | None) -> None:
     """Hand over to the trainer; a full GPU ends in one line.
 
@@ -120,11 +154,21 @@ def run(cli: GRPOCLI, command: str, ckpt: Path | None) -> None:
         getattr(cli.trainer, command)(
             cli.model, datamodule=cli.datamodule, ckpt_path=None if ckpt is None else str(ckpt), weights_only=True
         )
-    except torch.OutOfMemoryError as error:
-        raise SystemFault(
-            f"out of GPU memory ({' '.join(str(error).split())[:160]}); lower model.micro_batch_size, "
-            "model.rollout.batch_size or the completion length, or set model.policy.gradient_checkpointing"
-        ) from error
+    except MisconfigurationException as error:
+        raise UserError("trainer", " ".join(str(error).split()), "settings that fit together") from error
+    except RuntimeError as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise _out_of_memory(error) from error
+        if "Early stopping conditioned on metric" in str(error):
+            raise UserError("trainer.callbacks", "EarlyStopping", " ".join(str(error).split())) from error
+        raise
+
+
+def _out_of_memory(error: torch.OutOfMemoryError) -> SystemFault:
+    return SystemFault(
+        f"out of GPU memory ({' '.join(str(error).split())[:160]}); lower model.micro_batch_size, "
+        "model.rollout.batch_size or the completion length, or set model.policy.gradient_checkpointing"
+    )
 
 
 def start_text(cli: GRPOCLI, root: Path, ckpt: Path | None) -> str:
@@ -145,7 +189,9 @@ def start_text(cli: GRPOCLI, root: Path, ckpt: Path | None) -> str:
         f"optimizer step(s) per rollout, each over {micro} micro-batch(es) of "
         f"{module.micro_batch_size} rows per device",
         f"length: trainer.max_steps={trainer.max_steps} optimizer steps = "
-        f"{-(-max(trainer.max_steps, 0) // module.ppo_passes)} rollout steps",
+        f"{-(-trainer.max_steps // module.ppo_passes)} rollout steps"
+        if trainer.max_steps > 0
+        else f"length: trainer.max_epochs={trainer.max_epochs} epochs",
         f"run folder: {root}" + (f", resumed from {ckpt}" if ckpt else ""),
     ]
     if (note := allocator.budget_note()) is not None:
@@ -155,24 +201,19 @@ def start_text(cli: GRPOCLI, root: Path, ckpt: Path | None) -> str:
 
 def end_text(root: Path) -> str:
     """What came of it and where to look."""
-    measured = [line for line in read_metrics(root / "metrics.jsonl") if "val/accuracy" in line]
+    # null where every answer's reward abstained
+    measured = [x for x in read_metrics(root / "metrics.jsonl") if x.get("val/accuracy") is not None]
     lines = []
     if measured:
-        first, last = measured[0], measured[-1]
-        lines.append(
-            f"held-out accuracy: {first['val/accuracy']:.3f} at rollout step {first['step']}, "
-            f"{last['val/accuracy']:.3f} at rollout step {last['step']}"
-        )
-    lines += [
-        f"run folder: {root} (metrics.jsonl, completions/, checkpoints/, {final_weights(root)})",
-        f"watch: tensorboard --logdir {root / 'tensorboard'}",
-    ]
+        ends = measured[:1] if len(measured) == 1 else [measured[0], measured[-1]]
+        shown = ", ".join(f"{line['val/accuracy']:.3f} at rollout step {line['step']}" for line in ends)
+        lines.append(f"held-out accuracy: {shown}")
+    written = ("metrics.jsonl", "completions", "checkpoints", "adapter", "model")
+    there = [name + "/" * (root / name).is_dir() for name in written if (root / name).exists()]
+    lines.append(f"run folder: {root}" + (f" ({', '.join(there)})" if there else ""))
+    if (root / "tensorboard").is_dir():
+        lines.append(f"watch: tensorboard --logdir {root / 'tensorboard'}")
     return "\n".join(lines)
-
-
-def final_weights(root: Path) -> str:
-    """Name of the folder with the trained weights."""
-    return "adapter/" if (root / "adapter").is_dir() else "model/"
 
 
 def quiet_third_parties() -> None:
@@ -185,3 +226,4 @@ def quiet_third_parties() -> None:
     transformers_logging.set_verbosity_error()
     warnings.filterwarnings("ignore", module="lightning")
     warnings.filterwarnings("ignore", message=".*GenerationConfig.*")
+    warnings.filterwarnings("ignore", message=".*compute.*method of metric MeanMetric.*")  # all abstained: NaN says so

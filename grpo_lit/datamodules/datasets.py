@@ -106,9 +106,13 @@ def _read_file(path: str) -> list[Row]:
     if not file.is_file():
         raise UserError("data.path", path, "an existing .jsonl or .parquet file")
     if file.suffix == ".parquet":
+        import pyarrow
         import pyarrow.parquet
 
-        rows: list[Row] = pyarrow.parquet.read_table(file).to_pylist()
+        try:
+            rows: list[Row] = pyarrow.parquet.read_table(file).to_pylist()
+        except (OSError, pyarrow.ArrowException) as error:
+            raise UserError("data.path", path, "a complete .parquet file") from error
         return rows
     if file.suffix not in (".jsonl", ".json"):
         raise UserError("data.path", path, "a .jsonl or .parquet file")
@@ -117,7 +121,7 @@ def _read_file(path: str) -> list[Row]:
 
 def _lines(file: Path) -> list[str]:
     try:
-        return file.read_text(encoding="utf-8").split("\n")
+        return file.read_text(encoding="utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
         raise UserError("data.path", str(file), "a file in UTF-8") from error
 

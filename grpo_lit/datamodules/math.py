@@ -144,6 +144,12 @@ class MathDataModule(LightningDataModule):
         """Training prompts per epoch."""
         return len(self._train)
 
+    @property
+    def longest_prompts(self) -> tuple[int, int]:
+        """Tokens of the longest training and of the longest held-out prompt; 0 where there is none."""
+        train, val = (max((len(prompt.ids) for prompt in side), default=0) for side in (self._train, self._val))
+        return train, val
+
     def epoch_order(self, epoch: int) -> list[int]:
         """Positions of the training prompts in the order that an epoch serves them."""
         if not self.shuffle:
