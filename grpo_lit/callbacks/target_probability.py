@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -12,7 +12,6 @@ from typing_extensions import override
 from grpo_lit.rollout.base import left_pad
 
 if TYPE_CHECKING:
-    from grpo_lit.datamodules.loader import PromptBatch
     from grpo_lit.module import GRPOModule
 
 
@@ -26,14 +25,14 @@ class TargetProbability(Callback):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Score the answers of all validation prompts; every rank computes the same."""
         module = cast("GRPOModule", pl_module)
-        batches: Iterable[PromptBatch] = trainer.val_dataloaders or []
+        batches: Iterable[Any] = trainer.val_dataloaders or []
         values = [value for batch in batches for value in target_probabilities(module, batch)]
         if values:
             module.validation_metrics["val/target_probability"] = sum(values) / len(values)
 
 
-def target_probabilities(module: GRPOModule, batch: PromptBatch) -> list[float]:
-    """Probability of each prompt's answer, the product over its tokens."""
+def target_probabilities(module: GRPOModule, batch: Any) -> list[float]:
+    """Probability of each prompt's answer in a ``PromptBatch``, the product over its tokens."""
     policy, tokenizer = module.live_policy, module.encoder.tokenizer
     pad = int(tokenizer.pad_token_id)
     answers = [tokenizer(answer, add_special_tokens=False).input_ids for answer in batch.columns["answer"]]
