@@ -40,12 +40,18 @@ def lora_fingerprint(lora: LoRAConfig | None) -> dict[str, Any] | None:
     return None if lora is None else {"rank": lora.rank, "alpha": lora.alpha, "targets": sorted(lora.targets)}
 
 
+def optimizer_name(module: GRPOModule) -> str:
+    """Class of the configured optimizer: one class can't go on from another's moments."""
+    return type(module.optimizer_callable([torch.nn.Parameter(torch.zeros(1))])).__name__
+
+
 def pack(module: GRPOModule, checkpoint: dict[str, Any]) -> None:
     """Add the ``grpo_lit`` entry to a checkpoint that Lightning is about to write."""
     checkpoint[KEY] = {
         "version": __version__,
         "model": model_fingerprint(module.live_policy.model.config),
         "lora": lora_fingerprint(module.lora_config),
+        "optimizer": optimizer_name(module),
         "seed": module.seed,
         "rollout_step": module.rollout_step,
         "guard": module.guard.state_dict(),

@@ -224,7 +224,10 @@ class GRPOModule(LightningModule):
         training = make_training_batch(
             rows.rollout, rows.rewards, rows.everyone, config, self.rollout_config.sampling.max_completion_length
         )
-        metrics = {f"rollout/{name}": value for name, value in rollout_metrics(rows.everyone).items()}
+        metrics = {
+            f"rollout/{name}": value
+            for name, value in rollout_metrics(rows.everyone, mask_truncated=config.mask_truncated).items()
+        }
         metrics |= {f"rollout/{name}": value for name, value in rows.reward_metrics.items()}
         metrics |= self._optimize(training)
         self.rollout_step += 1

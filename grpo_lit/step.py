@@ -75,17 +75,22 @@ def make_training_batch(
     return TrainingBatch(rollout, rewards, advantages[everyone.own].to(device), loss_mask, weights)
 
 
-def rollout_metrics(everyone: GlobalRows) -> dict[str, float]:
+def rollout_metrics(everyone: GlobalRows, *, mask_truncated: bool = False) -> dict[str, float]:
     """Figures of the step's rewards, lengths and groups, over all ranks.
 
-    A group is flat (zero variance, no policy gradient) when all its rewards are exactly equal; flat groups are split
-    into all truncated, all abstained, all right (the common reward is above 0) and all wrong.
+    A group is flat (zero variance, no policy gradient) when the rewards of its rows that count are all exactly equal,
+    or none counts; flat groups are split into all truncated, all abstained, all right (the common reward is above 0)
+    and all wrong.
+
+    Args:
+        everyone: all rows of the step.
+        mask_truncated: truncated rows do not count, as in `make_training_batch`.
     """
     rewards, lengths = everyone.rewards.double(), everyone.lengths.double()
     known = rewards[~rewards.isnan()]
     groups = [rewards[everyone.group_ids == group] for group in everyone.group_ids.unique()]
     cut = [everyone.truncated[everyone.group_ids == group] for group in everyone.group_ids.unique()]
-    kinds = [_flat_kind(group, truncated) for group, truncated in zip(groups, cut, strict=True)]
+    kinds = [_flat_kind(group, truncated, mask_truncated) for group, truncated in zip(groups, cut, strict=True)]
     spreads = [group[~group.isnan()].std(correction=0) for group in groups if (~group.isnan()).any()]
     ended = lengths[~everyone.truncated]
     metrics = {
@@ -105,10 +110,14 @@ def rollout_metrics(everyone: GlobalRows) -> dict[str, float]:
     return metrics
 
 
-def _flat_kind(rewards: Tensor, truncated: Tensor) -> str | None:
+def _flat_kind(rewards: Tensor, truncated: Tensor, mask_truncated: bool) -> str | None:
     if bool(rewards.isnan().all()):
         return "abstained"
-    known = rewards[~rewards.isnan()]
+    if bool(truncated.all()) and mask_truncated:
+        return "truncated"
+    known = rewards[~rewards.isnan() & ~(truncated & mask_truncated)]
+    if not len(known):
+        return "truncated"
     if not bool((known == known[0]).all()):
         return None
     if bool(truncated.all()):

@@ -10,9 +10,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+import torch
 import yaml  # type: ignore[import-untyped]
 
 from grpo_lit.cli import main
+from grpo_lit.step import GlobalRows, rollout_metrics
 
 Fit = Callable[..., Sequence[str]]
 
@@ -216,3 +218,39 @@ def test_a_checkpoint_of_another_folder_does_not_mix_two_runs(
     assert records(tmp_path / "two.1") == before
     assert [line["step"] for line in records(two)] == [4, 5]
     assert yaml.safe_load((two / "config.yaml").read_text())["seed_everything"] == 42
+
+
+def test_flat_groups_are_told_by_the_rows_that_count() -> None:
+    nan = float("nan")
+    everyone = GlobalRows(
+        rewards=torch.tensor([1.0, 1.0, 0.0, 0.0, 0.0, 1.0, nan, nan, 0.5, 0.2, 1.0, 0.0]),
+        group_ids=torch.tensor([0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]),
+        lengths=torch.ones(12, dtype=torch.long),
+        truncated=torch.tensor([0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 0, 1]).bool(),
+        own=slice(0, 12),
+    )
+    expected = {False: (3 / 6, 1, 1, 0, 1), True: (5 / 6, 2, 1, 1, 1)}
+    for mask_truncated, (flat, right, wrong, truncated, abstained) in expected.items():
+        metrics = rollout_metrics(everyone, mask_truncated=mask_truncated)
+        assert metrics["zero_variance_groups"] == pytest.approx(flat)
+        kinds = {"right": right, "wrong": wrong, "truncated": truncated, "abstained": abstained}
+        for name, count in kinds.items():
+            assert metrics[f"zero_variance_groups_all_{name}"] == pytest.approx(count / 6), (mask_truncated, name)
+
+
+def test_resume_with_another_optimizer_is_refused_and_another_seed_is_said(
+    fit_arguments: Fit, tiny_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = list(fit_arguments(tiny_llama, tmp_path / "run"))
+    assert main(arguments) == 0
+    capsys.readouterr()
+    assert main([*arguments, "--ckpt_path=last", "--model.optimizer=torch.optim.SGD", "--model.optimizer.lr=1"]) == 2
+    error = capsys.readouterr().err.strip()
+    assert len(error.splitlines()) == 1
+    assert "model.optimizer='SGD': accepted is AdamW" in error
+    assert main([*arguments, "--ckpt_path=last", "--seed_everything=7"]) == 0
+    assert "trained with seed 42, this run goes on with seed 7" in capsys.readouterr().out
+    assert main(["validate", *arguments[1:], "--ckpt_path=best"]) == 0
+    assert main([*arguments, "--trainer.default_root_dir=other", "--checkpoint.monitor=val/acc"]) == 2
+    error = capsys.readouterr().err.strip()
+    assert "checkpoint.monitor='val/acc': accepted is one of val/accuracy" in error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from typing_extensions import override
@@ -39,7 +40,7 @@ class RunCheckpoint(ModelCheckpoint):
         if every_n_rollout_steps < 1:
             raise UserError("checkpoint.every_n_rollout_steps", every_n_rollout_steps, "at least 1")
         super().__init__(
-            filename="step={step}-accuracy={" + monitor + ":.4f}",
+            filename="step={step}-" + monitor.rpartition("/")[2] + "={" + monitor + ":.4f}",
             monitor=monitor,
             mode=mode,
             save_top_k=save_top_k,
@@ -68,11 +69,23 @@ class RunCheckpoint(ModelCheckpoint):
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save the best where this is one, and the last."""
-        if trainer.sanity_checking or trainer.state.fn != "fit" or trainer.fast_dev_run:  # type: ignore[attr-defined]
+        """Save the best where this is one, and the last.
+
+        Raises:
+            UserError: validation does not measure ``monitor``; found at the validation before training.
+        """
+        if trainer.state.fn != "fit" or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
-        if self.monitor in trainer.callback_metrics:
-            self._save_topk_checkpoint(trainer, self._monitor_candidates(trainer))
+        measured: dict[str, float] = pl_module.validation_metrics  # type: ignore[assignment]
+        assert self.monitor is not None
+        if self.monitor.startswith("val/") and self.monitor not in measured:
+            raise UserError("checkpoint.monitor", self.monitor, f"one of {', '.join(measured)}")
+        if trainer.sanity_checking:
+            return
+        candidates = self._monitor_candidates(trainer)
+        candidates |= {name: torch.tensor(value) for name, value in measured.items()}
+        if self.monitor in candidates:
+            self._save_topk_checkpoint(trainer, candidates)
         self._save_last(trainer, int(pl_module.rollout_step))  # type: ignore[arg-type]
 
     @override

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from grpo_lit.checkpoint import read_checkpoint
 from grpo_lit.errors import SystemFault, UserError
 
 _MARKS = ("metrics.jsonl", "checkpoints", "config.yaml")
@@ -25,13 +26,22 @@ def resolve_ckpt_path(value: str | None, root: Path) -> Path | None:
     if value == "last":
         path = folder / "last.ckpt"
     elif value == "best":
-        found = sorted(folder.glob("step=*-accuracy=*.ckpt"), key=lambda p: float(p.stem.rpartition("=")[2]))
-        path = found[-1] if found else folder / "step=...-accuracy=....ckpt"
+        path = _best(folder)
     else:
         path = Path(value)
     if not path.is_file():
         raise UserError("ckpt_path", value, f"an existing checkpoint; there is no {path}")
     return path
+
+
+def _best(folder: Path) -> Path:
+    """The best checkpoint, as the last one remembers it."""
+    last = folder / "last.ckpt"
+    if last.is_file():
+        for state in read_checkpoint(last).get("callbacks", {}).values():
+            if isinstance(state, dict) and state.get("best_model_path"):
+                return folder / Path(state["best_model_path"]).name
+    return folder / "step=...-accuracy=....ckpt"
 
 
 @contextmanager

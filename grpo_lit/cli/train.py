@@ -14,7 +14,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from grpo_lit.callbacks.metrics_file import read_metrics
-from grpo_lit.checkpoint import KEY, check_compatible, read_checkpoint
+from grpo_lit.checkpoint import KEY, check_compatible, optimizer_name, read_checkpoint
 from grpo_lit.cli.parser import GRPOCLI, ParseError
 from grpo_lit.cli.run_folder import locked, resolve_ckpt_path, set_earlier_run_aside, write_config
 from grpo_lit.errors import SystemFault, UserError
@@ -30,14 +30,16 @@ def fit(arguments: Sequence[str]) -> int:
     is_first = cli.trainer.is_global_zero
     ckpt = resolve_ckpt_path(cli.config["ckpt_path"], root)
     if ckpt is not None:
-        check_checkpoint(ckpt, cli.model)
+        check_checkpoint(ckpt, cli.model, resume=True)
     check_data(cli)
+    dry = bool(cli.trainer.fast_dev_run)  # type: ignore[attr-defined]
     with locked(root) if is_first else nullcontext():
         if is_first:
             resumed = ckpt is not None and root.resolve() in ckpt.resolve().parents
-            if not resumed and (kept := set_earlier_run_aside(root)) is not None:
+            if not resumed and not dry and (kept := set_earlier_run_aside(root)) is not None:
                 print(f"the earlier run in {root} is kept in {kept}")
-            write_config(root, cli.dump())
+            if not dry:
+                write_config(root, cli.dump())
             print(start_text(cli, root, ckpt), flush=True)
         run(cli, "fit", ckpt)
         if is_first:
@@ -116,10 +118,16 @@ def check_model(module: GRPOModule) -> None:
     _ = module.encoder
 
 
-def check_checkpoint(path: Path, module: GRPOModule) -> None:
+def check_checkpoint(path: Path, module: GRPOModule, *, resume: bool = False) -> None:
     """Refuse a damaged checkpoint or one of another model, before any weight is loaded."""
     config = load_model_config(resolve_model_source(module.policy_config.path))
-    check_compatible(read_checkpoint(path).get(KEY), config, module.lora_config, str(path))
+    entry = read_checkpoint(path).get(KEY)
+    check_compatible(entry, config, module.lora_config, str(path))
+    assert entry is not None
+    if resume and entry["optimizer"] != optimizer_name(module):
+        raise UserError("model.optimizer", optimizer_name(module), f"{entry['optimizer']}, as in {path}")
+    if resume and entry["seed"] != module.seed:
+        print(f"note: {path} was trained with seed {entry['seed']}, this run goes on with seed {module.seed}")
 
 
 def check_data(cli: GRPOCLI) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
@@ -42,8 +43,8 @@ class SamplingConfig:
         Raises:
             UserError: naming the field under `argument`.
         """
-        if not self.temperature >= 0:
-            raise UserError(f"{argument}.temperature", self.temperature, "a number of at least 0")
+        if not 0 <= self.temperature < math.inf:
+            raise UserError(f"{argument}.temperature", self.temperature, "a finite number of at least 0")
         if not 0 < self.top_p <= 1:
             raise UserError(f"{argument}.top_p", self.top_p, "a number above 0 and at most 1")
         if self.top_k < 0:
