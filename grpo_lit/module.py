@@ -180,6 +180,8 @@ class GRPOModule(LightningModule):
         """Load the model onto this rank's device."""
         if self.policy is not None:
             return
+        if self.policy_config.cpu_threads is not None:
+            torch.set_num_threads(self.policy_config.cpu_threads)
         device = self.trainer.strategy.root_device
         self.policy = load_policy(self.policy_config, self.lora_config, device=device, seed=self.seed)
         if self.loss_config.needs_reference and self.lora_config is None:

@@ -41,7 +41,14 @@ class PolicyConfig:
     attn_implementation: str = "sdpa"
     """Attention of transformers: sdpa, eager, flash_attention_2, ..."""
     gradient_checkpointing: bool = False
-    """Recompute each layer in the backward pass instead of keeping its activations: about 30 % slower, far smaller."""
+    """Recompute each layer in the backward pass instead of keeping its activations: slower, far smaller."""
+    cpu_threads: int | None = None
+    """Threads of torch on the CPU; null leaves torch's choice. A tiny model is faster with 1, above all on a busy
+    machine, where threads wait for each other after every small operation."""
+
+    def __post_init__(self) -> None:
+        if self.cpu_threads is not None and self.cpu_threads < 1:
+            raise UserError("model.policy.cpu_threads", self.cpu_threads, "at least 1, or null")
 
 
 class TokenScores(NamedTuple):
