@@ -254,3 +254,15 @@ def test_resume_with_another_optimizer_is_refused_and_another_seed_is_said(
     assert main([*arguments, "--trainer.default_root_dir=other", "--checkpoint.monitor=val/acc"]) == 2
     error = capsys.readouterr().err.strip()
     assert "checkpoint.monitor='val/acc': accepted is one of val/accuracy" in error
+
+
+def test_reward_class_that_needs_arguments_is_one_line(
+    fit_arguments: Fit,
+    tiny_llama: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "needy_rewards.py").write_text("class Needy:\n    def __init__(self, scale):\n        pass\n")
+    arguments = fit_arguments(tiny_llama, "run", "--model.rewards=[needy_rewards.Needy]")
+    refused(arguments, capsys, monkeypatch, "model.rewards='needy_rewards.Needy'", "needs arguments")

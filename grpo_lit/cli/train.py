@@ -54,6 +54,7 @@ def validate(arguments: Sequence[str]) -> int:
     ckpt = resolve_ckpt_path(cli.config["ckpt_path"], root)
     if ckpt is not None:
         check_checkpoint(ckpt, cli.model)
+    check_data(cli)
     if not cli.datamodule.load()[1]:
         raise UserError("data.val_prompts", cli.datamodule.val_prompts, "at least 1 held-out row to validate on")
     run(cli, "validate", ckpt)

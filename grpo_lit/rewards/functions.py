@@ -156,7 +156,10 @@ def resolve_reward(name: str | RewardFunction, *, argument: str = "model.rewards
         raise UserError(argument, name, accepted)
     found = _import(module_name, attribute, argument, name, accepted)
     if inspect.isclass(found):
-        found = found()
+        try:
+            found = found()
+        except TypeError as error:
+            raise UserError(argument, name, f"{accepted}; this class needs arguments ({error})") from error
     if not callable(found):
         raise UserError(argument, name, f"{accepted}; this is {type(found).__name__}, which can't be called")
     if inspect.iscoroutinefunction(found) or inspect.iscoroutinefunction(getattr(found, "__call__", None)):  # noqa: B004
