@@ -17,6 +17,7 @@ from grpo_lit.distributed import (
     world_size,
 )
 from grpo_lit.errors import SystemFault
+from grpo_lit.toy.distributed import leave_group
 
 
 def params_with_gradients(rank: int) -> list[torch.nn.Parameter]:
@@ -60,4 +61,4 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=(folder / "meeting").as_uri(), rank=rank, world_size=num_ranks)
     torch.save(run(rank), folder / f"{rank}.pt")
-    dist.destroy_process_group()
+    leave_group()

@@ -1,11 +1,9 @@
 """The echo policy trained by several processes, each with its own share of the rollout.
 
 ```
-rank 0: rows of group 0 1 2 --+-- rewards gathered -> advantages over whole groups -+-> micro-batches ->
-gradient rank 1: rows of group 0 1 2 --+-- rows and tokens counted over all ranks -> weights +->
-micro-batches -> gradient
-                                                   one flat all-reduce per pass, then the same step on all
-                                                   ranks
+rank 0: rows of group 0 1 2 --+-- rewards gathered -> advantages over whole groups --+-> micro-batches -> gradient
+rank 1: rows of group 0 1 2 --+-- rows and tokens counted over all ranks -> weights -+-> micro-batches -> gradient
+                                    one flat all-reduce per pass, then the same step on all ranks
 ```
 Each rank draws a part of every group ("split") or whole groups ("whole"). Either way the update is that of
 one process with all the rows.
@@ -13,6 +11,8 @@ one process with all the rows.
 
 from __future__ import annotations
 
+import os
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -155,7 +155,19 @@ def _process(rank: int, work: Callable[..., Any], num_ranks: int, folder: str, a
     torch.set_num_threads(1)
     meeting = (Path(folder) / "meeting").as_uri()
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=num_ranks)
-    try:
-        torch.save(work(rank, num_ranks, *args), Path(folder) / f"{rank}.pt")
-    finally:
-        dist.destroy_process_group()
+    torch.save(work(rank, num_ranks, *args), Path(folder) / f"{rank}.pt")
+    leave_group()
+
+
+def leave_group() -> None:
+    """End this process of a gloo group, once all ranks are done.
+
+    The ranks wait for each other, so that none closes a connection that another still reads. And the process ends
+    without the interpreter's clean-up: gloo's threads may outlive the group, and destroying one that still runs aborts
+    the process.
+    """
+    dist.barrier()
+    dist.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)

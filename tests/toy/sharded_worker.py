@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from grpo_lit.distributed import parameter_hash
 from grpo_lit.loss import LossConfig
-from grpo_lit.toy.distributed import local_counts, sharded_update
+from grpo_lit.toy.distributed import leave_group, local_counts, sharded_update
 from grpo_lit.toy.echo import EchoPolicy
 from grpo_lit.toy.generators import MersenneTwister
 
@@ -63,4 +63,4 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=(folder / "meeting").as_uri(), rank=rank, world_size=num_ranks)
     torch.save(run(rank, num_ranks), folder / f"{rank}.pt")
-    dist.destroy_process_group()
+    leave_group()
