@@ -20,8 +20,8 @@ class CompletionsFile(Callback):
     """Writes ``completions/step_000123.jsonl``: a JSON object per completion, groups together.
 
     Fields: step, prompt_index (row of the dataset), completion_index (number in its group), prompt, completion,
-    reward (null where every function abstained), rewards (by function), advantage is left to the metrics,
-    num_tokens, truncated, seed. The file is written whole and renamed, so a repeated step replaces it by the same.
+    reward (null where every function abstained), rewards (by function), num_tokens, truncated, seed. The file is
+    written whole and renamed, so a repeated step replaces it by the same.
 
     Args:
         every_n_rollout_steps: how often; 1 keeps every completion of the run.
