@@ -105,9 +105,9 @@ LOSSES = {
 }
 
 
-# Which tokens SENT picks is decided by covariances that many certain tokens share up to rounding, and its penalty has a
-# kink where the ratio is 1: after the first pass, rounding alone may pick another token of the same kind.
-CASES = [(name, passes) for name in LOSSES for passes in (1, 3) if (name, passes) != ("sent", 3)]
+# SENT's penalty |log-ratio| has a kink where the ratio is 1. In a third pass of this batch one picked token stands at
+# 1e-6 from it, on either side by rounding alone, so that its gradient's sign does not follow from the batch.
+CASES = [(name, passes) for name in LOSSES for passes in ((1, 2) if name == "sent" else (1, 3))]
 
 
 @pytest.mark.parametrize(("name", "passes"), CASES)
