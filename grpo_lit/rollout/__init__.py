@@ -1,8 +1,10 @@
 """Rollouts: sampling completions from the policy, reproducibly, with any engine."""
 
-from grpo_lit.rollout.base import Rollout, RolloutConfig, RolloutEngine, SamplingConfig, build_engine
+from grpo_lit.rollout.base import Rollout, RolloutConfig, RolloutEngine, SamplingConfig
 from grpo_lit.rollout.hf import HFEngine
+from grpo_lit.rollout.registry import build_engine
 from grpo_lit.rollout.sampling import SeededSampler, row_keys, sample_tokens, uniforms
+from grpo_lit.rollout.vllm_config import VLLMConfig
 
 __all__ = [
     "HFEngine",
@@ -11,6 +13,7 @@ __all__ = [
     "RolloutEngine",
     "SamplingConfig",
     "SeededSampler",
+    "VLLMConfig",
     "build_engine",
     "row_keys",
     "sample_tokens",

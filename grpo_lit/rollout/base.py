@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
@@ -13,10 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from grpo_lit.errors import UserError
-
-if TYPE_CHECKING:
-    from grpo_lit.policy import Policy
-    from grpo_lit.prompts import PromptEncoder
+from grpo_lit.rollout.vllm_config import VLLMConfig
 
 Progress = Callable[[int, int], None]
 """Called with (rows finished, tokens sampled so far)."""
@@ -66,12 +63,16 @@ class RolloutConfig:
 
     group_size: int = 8
     """Completions per prompt."""
-    engine: Literal["hf"] = "hf"
-    """hf: transformers' generate with a KV cache, in the weights that are trained."""
+    engine: Literal["auto", "graph", "hf", "vllm"] = "auto"
+    """graph: our decode loop in CUDA graphs, in the weights that are trained, adapters live. hf: transformers'
+    generate in the same weights. vllm: a vLLM engine with weights of its own. auto: graph on CUDA for the families it
+    knows, else hf; one log line says why."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     """Temperature, truncation and length."""
     batch_size: int | None = None
     """Rows generated at once: a memory knob that changes no draw. None takes all rows of a step together."""
+    vllm: VLLMConfig = field(default_factory=VLLMConfig)
+    """Settings of engine=vllm; no other engine reads them."""
     allocator: Literal["uniform", "vigor"] = "uniform"
     """uniform: group_size completions for every prompt. vigor: rounds that give more to prompts whose rewards vary."""
     vigor_initial_count: int = 2
@@ -176,7 +177,18 @@ class Rollout:
 
 
 class RolloutEngine(Protocol):
-    """Samples completions from the current policy."""
+    """Samples completions from the current policy.
+
+    Attributes:
+        name: what the configuration calls it.
+        batch_size: rows in flight at once, None for all; may be changed between calls and changes no draw.
+
+    On an error inside `generate`, running out of memory and Ctrl-C included, the engine releases what it holds and
+    lets the error through; the same call again gives the same rows.
+    """
+
+    name: str
+    batch_size: int | None
 
     def generate(
         self,
@@ -197,12 +209,20 @@ class RolloutEngine(Protocol):
         """
         ...
 
+    def release(self) -> None:
+        """Free what is held between rollouts (KV cache, graphs, a sleeping server's memory); may be called at any time.
 
-def build_engine(config: RolloutConfig, policy: Policy, encoder: PromptEncoder) -> RolloutEngine:
-    """The engine that a configuration names, over the policy's own weights."""
-    from grpo_lit.rollout.hf import HFEngine
+        The module calls it after each rollout phase, each validation, and after running out of memory.
+        """
+        ...
 
-    return HFEngine(policy, encoder.tokenizer, batch_size=config.batch_size)
+    def weights_changed(self) -> None:
+        """Take note that the policy's weights are new; called after each optimizer step."""
+        ...
+
+    def close(self) -> None:
+        """Give up everything for good: processes, memory, files."""
+        ...
 
 
 def completion_mask_of(completion_ids: Tensor, eos_token_ids: Sequence[int]) -> tuple[Tensor, Tensor]:

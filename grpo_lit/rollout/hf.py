@@ -24,9 +24,11 @@ class HFEngine:
         batch_size: rows generated at once; None takes all.
     """
 
+    name = "hf"
+
     def __init__(self, policy: Policy, tokenizer: PreTrainedTokenizerBase, *, batch_size: int | None = None) -> None:
         self.policy = policy
-        self.batch_size = batch_size
+        self.batch_size: int | None = batch_size
         self.eos_token_ids = eos_token_ids(policy, tokenizer)
         self.pad_token_id = int(tokenizer.pad_token_id)  # type: ignore[arg-type]
 
@@ -50,6 +52,15 @@ class HFEngine:
                 num_tokens += parts[-1][0].numel()
                 progress(min(start + size, len(groups)), num_tokens)
         return self._assemble(prompts, groups, parts)
+
+    def release(self) -> None:
+        """Nothing to free: the cache of a batch goes with it."""
+
+    def weights_changed(self) -> None:
+        """Nothing to do: these are the trained weights."""
+
+    def close(self) -> None:
+        """Nothing to close."""
 
     def _generate_rows(
         self, rows: Sequence[Sequence[int]], keys: NDArray[np.uint64], sampling: SamplingConfig
