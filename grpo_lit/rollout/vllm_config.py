@@ -8,3 +8,6 @@ from dataclasses import dataclass
 @dataclass
 class VLLMConfig:
     """Settings of ``model.rollout.engine=vllm``."""
+
+    memory_share: float = 0.3
+    """Share of the GPU's memory that vLLM takes while it is awake."""
