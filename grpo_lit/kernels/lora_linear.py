@@ -72,7 +72,7 @@ def _matrix(nf4: bool, base: list[Any], dtype: torch.dtype) -> Tensor:
     return Nf4Weight(*base).dequantize(dtype) if nf4 else base[0].to(dtype)
 
 
-def _wide_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+def wide_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     """a b in ``dtype``, straight from the float32 accumulator where the device can."""
     if a.is_cuda and dtype == torch.float32 and a.dtype in (torch.bfloat16, torch.float16):
         return torch.mm(a, b, out_dtype=dtype)
@@ -107,7 +107,7 @@ class _LoRALinear(torch.autograd.Function):
                 dx = dy @ _matrix(ctx.nf4, base, dy.dtype)
                 dx.addmm_(dlow, a.to(dy.dtype))
             if ctx.needs_input_grad[1]:
-                da = _wide_product(dlow.t(), x, a.dtype)
+                da = wide_product(dlow.t(), x, a.dtype)
             if ctx.needs_input_grad[2]:
-                db = _wide_product(dy.t(), low, b.dtype).mul_(ctx.scaling)
+                db = wide_product(dy.t(), low, b.dtype).mul_(ctx.scaling)
         return dx, da, db, *(None,) * (3 + len(base))

@@ -85,6 +85,15 @@ class Nf4Weight(NamedTuple):
         values = self.code[indices.long()].view(-1, BLOCK) * self.block_scales()[:, None]
         return values.view(self.out_features, self.in_features).to(dtype)
 
+    def dequantize_into(self, out: Tensor) -> None:
+        """Writes the (N, K) weights into contiguous ``out``, rounded to its dtype."""
+        if self.packed.is_cuda and default_impl(self.packed.device) == "triton":
+            from grpo_lit.kernels._triton.nf4_matmul import dequantize
+
+            dequantize(self, out.dtype, out)
+        else:
+            out.copy_(self.dequantize(out.dtype))
+
 
 @torch.library.custom_op(
     "grpo_lit::nf4_dequantize",

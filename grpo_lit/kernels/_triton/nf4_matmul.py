@@ -235,9 +235,10 @@ def _dequantize_kernel(  # type: ignore[no-untyped-def]
     tl.store(out + at, both.to(out.dtype.element_ty), mask=inside[:, None])
 
 
-def dequantize(weight: Nf4Weight, dtype: torch.dtype) -> Tensor:
-    """(N, K) weights in ``dtype``, computed in float32."""
-    out = torch.empty(weight.out_features, weight.in_features, dtype=dtype, device=weight.packed.device)
+def dequantize(weight: Nf4Weight, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+    """(N, K) weights in ``dtype``, computed in float32; written into contiguous ``out`` where given."""
+    if out is None:
+        out = torch.empty(weight.out_features, weight.in_features, dtype=dtype, device=weight.packed.device)
     blocks = out.numel() // 64
     # a fused multiply-add would round differently from the quantizer's own two steps
     exact = {} if interpreting() else {"enable_fp_fusion": False}
