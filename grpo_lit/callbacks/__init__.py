@@ -5,6 +5,7 @@ from grpo_lit.callbacks.completions_file import CompletionsFile
 from grpo_lit.callbacks.graceful_stop import GracefulStop
 from grpo_lit.callbacks.metrics_file import MetricsFile
 from grpo_lit.callbacks.progress import StepProgress
+from grpo_lit.callbacks.rank_watch import RankWatch
 from grpo_lit.callbacks.run_checkpoint import RunCheckpoint
 from grpo_lit.callbacks.target_probability import TargetProbability
 
@@ -13,6 +14,7 @@ __all__ = [
     "CompletionsFile",
     "GracefulStop",
     "MetricsFile",
+    "RankWatch",
     "RunCheckpoint",
     "StepProgress",
     "TargetProbability",

@@ -19,6 +19,7 @@ from grpo_lit.callbacks import (
     CompletionsFile,
     GracefulStop,
     MetricsFile,
+    RankWatch,
     RunCheckpoint,
     StepProgress,
 )
@@ -220,7 +221,7 @@ class GRPOCLI(LightningCLI):
             config["logger"] = TensorBoardLogger(root, name="tensorboard", version="")
         plugins = config.get("plugins") or []
         config["plugins"] = [AtomicCheckpointIO(), *(plugins if isinstance(plugins, list) else [plugins])]
-        callbacks = [GracefulStop(), MetricsFile(), CompletionsFile(), AdapterExport()]
+        callbacks = [GracefulStop(), MetricsFile(), CompletionsFile(), AdapterExport(), RankWatch()]
         if config.get("enable_progress_bar") is not False:
             callbacks.append(StepProgress())
         self.trainer_defaults = {**self.trainer_defaults, "callbacks": callbacks}

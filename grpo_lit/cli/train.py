@@ -229,6 +229,8 @@ def quiet_third_parties() -> None:
     """Keep the terminal for this project: no tips, no repeated warnings of libraries."""
     for name in ("lightning.pytorch", "lightning.fabric", "transformers", "bitsandbytes", "huggingface_hub"):
         logging.getLogger(name).setLevel(logging.ERROR)
+    # Lightning ends every rank when one that it started dies, and says here which one it was.
+    logging.getLogger("lightning.fabric.strategies.launchers.subprocess_script").setLevel(logging.INFO)
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
