@@ -91,6 +91,8 @@ class RolloutConfig:
             )
         if self.batch_size is not None and self.batch_size < 1:
             raise UserError("model.rollout.batch_size", self.batch_size, "at least 1 row, or null for all")
+        if self.engine == "vllm":
+            self.vllm.check_installed()
         self.sampling.validate("model.rollout.sampling")
         if self.sampling.temperature == 0:
             raise UserError(
