@@ -17,6 +17,7 @@ from grpo_lit.callbacks.metrics_file import read_metrics
 from grpo_lit.checkpoint import KEY, check_compatible, optimizer_name, read_checkpoint
 from grpo_lit.cli.parser import GRPOCLI, ParseError
 from grpo_lit.cli.run_folder import locked, resolve_ckpt_path, set_earlier_run_aside, write_config
+from grpo_lit.datamodules.sent_cache import model_key
 from grpo_lit.errors import SystemFault, UserError
 from grpo_lit.model_source import load_model_config, resolve_model_source
 from grpo_lit.module import GRPOModule
@@ -138,7 +139,7 @@ def check_data(cli: GRPOCLI) -> None:
         UserError: bad data, or prompt and completion are longer than the model's positions.
     """
     module, data = cli.model, cli.datamodule
-    data.connect(module.encoder)
+    data.connect(module.encoder, model_key(module.policy_config))
     config = load_model_config(resolve_model_source(module.policy_config.path))
     limit = getattr(config, "max_position_embeddings", None)
     for name, sampling, longest in (

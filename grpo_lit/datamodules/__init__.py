@@ -3,7 +3,7 @@
 from grpo_lit.datamodules.datasets import DATASETS, DatasetSpec, load_rows
 from grpo_lit.datamodules.loader import PromptBatch, PromptLoader
 from grpo_lit.datamodules.math import MathDataModule
-from grpo_lit.datamodules.sent import semantic_entropy, sent_order
+from grpo_lit.datamodules.sent import cluster_answers, semantic_entropy, sent_order
 from grpo_lit.datamodules.vigor import UniformAllocator, VigorAllocator
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "PromptLoader",
     "UniformAllocator",
     "VigorAllocator",
+    "cluster_answers",
     "load_rows",
     "semantic_entropy",
     "sent_order",

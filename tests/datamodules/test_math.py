@@ -7,7 +7,7 @@ import pytest
 
 from grpo_lit.datamodules import MathDataModule, load_rows
 from grpo_lit.datamodules.datasets import gsm8k_answer
-from grpo_lit.datamodules.math import split_rows
+from grpo_lit.datamodules.prompt_rows import split_rows
 from grpo_lit.errors import UserError
 from grpo_lit.model_source import resolve_model_source
 from grpo_lit.prompts import PromptEncoder, load_tokenizer

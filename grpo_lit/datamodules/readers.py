@@ -1,0 +1,119 @@
+"""Raw rows from a file or from the hub: JSON lines, a JSON array, CSV, parquet."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+from grpo_lit.errors import SystemFault, UserError
+
+Row = dict[str, Any]
+SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
+_ACCEPTED = "an existing .jsonl, .json, .csv or .parquet file, or a folder with such a file for each split"
+
+
+def read_file(path: str, split: str, *, argument: str = "data.path") -> list[Row]:
+    """Every row of a file; of a folder, the rows of its file named after the split.
+
+    Args:
+        path: the file or folder.
+        split: name of the file within a folder; a file is one split, whatever its name.
+        argument: how the user calls the path; for errors.
+
+    Raises:
+        UserError: no such file, another format, or a broken row.
+    """
+    file = Path(path).expanduser()
+    if file.is_dir():
+        found = [file / f"{split}{suffix}" for suffix in SUFFIXES if (file / f"{split}{suffix}").is_file()]
+        if not found:
+            raise UserError(argument, path, f"a folder with {split}.jsonl, .json, .csv or .parquet")
+        file = found[0]
+    if not file.is_file() or file.suffix not in SUFFIXES:
+        raise UserError(argument, path, _ACCEPTED)
+    if file.suffix == ".parquet":
+        return _read_parquet(file, argument)
+    text = _read_text(file, argument)
+    if file.suffix == ".csv":
+        return _read_csv(text, str(file), argument)
+    if text.lstrip().startswith("["):
+        return _read_array(text, f"{file}, line 1", argument)
+    return [
+        _read_object(line, f"{file}, line {number}", argument)
+        for number, line in enumerate(text.split("\n"), start=1)
+        if line.strip()
+    ]
+
+
+def _read_text(file: Path, argument: str) -> str:
+    try:
+        return file.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(argument, str(file), "a file in UTF-8") from error
+    except OSError as error:
+        raise UserError(argument, str(file), f"a file that can be read ({error.strerror})") from error
+
+
+def _read_object(line: str, where: str, argument: str) -> Row:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise UserError(argument, where, "one JSON object a line") from error
+    if not isinstance(row, dict):
+        raise UserError(argument, where, "one JSON object a line")
+    return row
+
+
+def _read_array(text: str, where: str, argument: str) -> list[Row]:
+    try:
+        rows = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise UserError(argument, where, "a JSON array of objects, or one JSON object a line") from error
+    if not all(isinstance(row, dict) for row in rows):
+        raise UserError(argument, where, "a JSON array of objects, or one JSON object a line")
+    return list(rows)
+
+
+def _read_csv(text: str, where: str, argument: str) -> list[Row]:
+    reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
+    rows: list[Row] = []
+    try:
+        for number, row in enumerate(reader, start=2):
+            if None in row or None in row.values():
+                accepted = f"as many fields as the {len(reader.fieldnames or [])} named in the first line"
+                raise UserError(argument, f"{where}, record {number}", accepted)
+            rows.append(dict(row))
+    except csv.Error as error:
+        raise UserError(argument, where, f"CSV with a line of column names ({error})") from error
+    return rows
+
+
+def _read_parquet(file: Path, argument: str) -> list[Row]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        rows: list[Row] = pyarrow.parquet.read_table(file).to_pylist()
+    except (OSError, pyarrow.ArrowException) as error:
+        raise UserError(argument, str(file), "a complete .parquet file") from error
+    return rows
+
+
+def read_hub(hub: str, config: str | None, split: str) -> list[Row]:
+    """Every row of a split of a dataset on the hub.
+
+    Raises:
+        SystemFault: it can't be loaded.
+    """
+    from datasets import load_dataset
+
+    try:
+        return list(load_dataset(hub, config, split=split))
+    except (OSError, ValueError) as error:
+        raise SystemFault(
+            f"data.dataset: {hub} ({split}) can't be loaded from the hub ({' '.join(str(error).split())[:160]}); "
+            "give a local copy with data.path"
+        ) from error
