@@ -1,4 +1,4 @@
-"""Learning-rate schedules, as a factor of the base rate."""
+"""Learning-rate schedules, as a factor of the base rate, and the optimizer's memory."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -53,3 +54,51 @@ def lr_factor(config: LRScheduleConfig, step: int, total_steps: int) -> float:
 def build_scheduler(optimizer: Optimizer, config: LRScheduleConfig, total_steps: int) -> LambdaLR:
     """The schedule over an optimizer; step it once after every optimizer step."""
     return LambdaLR(optimizer, lambda step: lr_factor(config, step, total_steps))
+
+
+def allocate_moments(optimizer: Optimizer) -> bool:
+    """Allocate Adam's moments now, so that the first step can't be the one that runs out of memory.
+
+    A step with zero gradients at rate 0 leaves every weight as it is and makes the state, which is then set back to
+    step 0: what the first real step would have made. It works for torch's Adam and AdamW and for bitsandbytes'
+    8-bit and paged ones, whose state has other names.
+
+    Args:
+        optimizer: fresh, with no state yet.
+
+    Returns:
+        Whether it was done; other optimizers, such as SGD with momentum, start differently and stay as they are.
+    """
+    if optimizer.state or not _is_adam(optimizer):
+        return False
+    before = [{name: group[name] for name in ("lr", "weight_decay")} for group in optimizer.param_groups]
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    for group in optimizer.param_groups:
+        group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], torch.Tensor) else 0.0
+        group["weight_decay"] = 0.0  # Adam adds it to the gradient, which has to be 0
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    for parameter in parameters:
+        parameter.grad = None
+        step = optimizer.state[parameter].get("step")
+        if isinstance(step, torch.Tensor):
+            step.zero_()
+        elif step is not None:
+            optimizer.state[parameter]["step"] = 0
+    for group, values in zip(optimizer.param_groups, before, strict=True):
+        group.update(values)
+    return True
+
+
+def _is_adam(optimizer: Optimizer) -> bool:
+    if isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
+        return True
+    kind = type(optimizer)
+    return kind.__module__.startswith("bitsandbytes.") and "Adam" in kind.__name__
+
+
+def optimizer_bytes(optimizer: Optimizer) -> int:
+    """Bytes of an optimizer's state tensors, wherever they are."""
+    states = (value for state in optimizer.state.values() for value in state.values())
+    return sum(value.nbytes for value in states if isinstance(value, torch.Tensor))
