@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from grpo_lit.errors import UserError
 
-BENCHMARKS = {"kernels": "grpo_lit.bench.kernels"}
+BENCHMARKS = {"kernels": "grpo_lit.bench.kernels", "scaling": "grpo_lit.bench.scaling"}
 
 
 def main(argv: Sequence[str]) -> int:

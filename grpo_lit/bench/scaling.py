@@ -1,0 +1,171 @@
+"""``grpo-lit bench scaling``: one step on several GPUs against one, through `grpo-lit fit` on Lightning DDP.
+
+Weak scaling keeps the rows of a device, strong scaling those of the step; both are measured as completion tokens a
+second of the whole step. Beside it stand the seconds a step spends in the all-reduce of the gradients, and the longest
+time that a rank waits after its rollout for the slowest one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+
+import torch
+
+from grpo_lit.bench.shapes import SHAPES, write_model_folder
+from grpo_lit.errors import SystemFault, UserError
+
+FIELDS = ("scaling", "devices", "rows", "step_s", "tokens_per_s", "ratio", "allreduce_share", "rank_wait_s")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Medians over the steps after the first."""
+
+    devices: int
+    rows: int
+    step_s: float
+    tokens_per_s: float
+    allreduce_s: float
+    rank_wait_s: float
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measure, print the table, write the CSV."""
+    options = _parse(argv)
+    accelerator = "gpu" if torch.cuda.is_available() and not options.cpu else "cpu"
+    counts = sorted(set(options.devices))
+    if accelerator == "gpu" and counts[-1] > torch.cuda.device_count():
+        raise UserError("--devices", counts[-1], f"at most the {torch.cuda.device_count()} GPUs of this machine")
+    name = torch.cuda.get_device_name(0) if accelerator == "gpu" else "CPU"
+    print(
+        f"{name}; torch {torch.__version__}; {date.today()}; shape {options.shape}, NF4 + LoRA"
+        if accelerator == "gpu"
+        else f"CPU; torch {torch.__version__}; {date.today()}; shape {options.shape}, fp32 + LoRA",
+        f"\ngroup of {options.group_size}, {options.tokens} tokens a completion, {options.steps} steps timed, "
+        f"layout {options.layout}",
+    )
+    rows: list[dict[str, object]] = []
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = write_model_folder(options.shape, Path(scratch) / "model")
+        base = _fit(options, accelerator, folder, Path(scratch), 1, options.prompts)
+        for scaling in ("weak", "strong"):
+            for devices in counts:
+                prompts = options.prompts * devices if scaling == "weak" else options.prompts
+                if devices == 1:
+                    measured = base
+                elif scaling == "strong" and prompts % devices and options.layout == "groups":
+                    continue
+                else:
+                    measured = _fit(options, accelerator, folder, Path(scratch), devices, prompts)
+                rows.append(_row(scaling, measured, base))
+                print(_line(rows[-1]), flush=True)
+    if options.csv:
+        with open(options.csv, "w", newline="") as file:
+            writer = csv.DictWriter(file, FIELDS)
+            writer.writeheader()
+            writer.writerows(rows)
+    return 0
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="grpo-lit bench scaling", description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--devices", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="1.5b")
+    parser.add_argument("--prompts", type=int, default=4, help="prompts of a step on one device")
+    parser.add_argument("--group_size", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=768, help="tokens of each completion")
+    parser.add_argument("--micro_batch_size", type=int, default=4)
+    parser.add_argument("--layout", choices=["groups", "split"], default="groups")
+    parser.add_argument("--steps", type=int, default=3, help="steps timed, after one that is not")
+    parser.add_argument(
+        "--cpu", action="store_true", help="processes on the CPU, in fp32: the same path, not its speed"
+    )
+    parser.add_argument("--csv", default=None, help="also write the table to this file")
+    options = parser.parse_args(list(argv))
+    for name in ("prompts", "group_size", "tokens", "micro_batch_size", "steps"):
+        if getattr(options, name) < 1:
+            raise UserError(f"--{name}", getattr(options, name), "at least 1")
+    if min(options.devices) < 1:
+        raise UserError("--devices", options.devices, "at least 1")
+    return options
+
+
+def _fit(
+    options: argparse.Namespace, accelerator: str, folder: Path, scratch: Path, devices: int, prompts: int
+) -> Measured:
+    root = scratch / f"{devices}x{prompts}"
+    on_gpu = accelerator == "gpu"
+    arguments = [
+        f"--model.policy.path={folder}",
+        "--model.policy.random_weights=true",
+        f"--model.policy.dtype={'bf16' if on_gpu else 'fp32'}",
+        f"--model.policy.quantization={'nf4' if on_gpu else 'null'}",
+        f"--model.policy.gradient_checkpointing={str(on_gpu).lower()}",
+        "--model.rewards=[grpo_lit.bench.shapes.noise]",
+        f"--model.rollout.group_size={options.group_size}",
+        f"--model.rollout.layout={options.layout}",
+        f"--model.rollout.sampling.max_completion_length={options.tokens}",
+        f"--model.micro_batch_size={options.micro_batch_size}",
+        "--data=MathDataModule",
+        "--data.dataset=arithmetic",
+        "--data.prompt_template={question}=",
+        "--data.chat_template=false",
+        f"--data.prompts_per_step={prompts}",
+        "--data.val_prompts=0",
+        f"--trainer.accelerator={accelerator}",
+        f"--trainer.devices={devices}",
+        *(["--trainer.strategy=ddp"] if devices > 1 else []),
+        f"--trainer.max_steps={options.steps + 1}",
+        f"--trainer.default_root_dir={root}",
+        "--trainer.logger=false",
+        "--trainer.enable_progress_bar=false",
+        f"--checkpoint.every_n_rollout_steps={options.steps + 1}",
+    ]
+    done = subprocess.run([sys.executable, "-m", "grpo_lit", "fit", *arguments], capture_output=True, text=True)
+    if done.returncode:
+        raise SystemFault(f"{devices} device(s), {prompts} prompts: {' '.join(done.stderr.split())[-600:]}")
+    lines = [json.loads(line) for line in (root / "metrics.jsonl").read_text().splitlines()]
+    timed = [line for line in lines if "perf/step_s" in line][-options.steps :]
+
+    def median(key: str) -> float:
+        return statistics.median(line.get(key, float("nan")) for line in timed)
+
+    return Measured(
+        devices=devices,
+        rows=prompts * options.group_size,
+        step_s=median("perf/step_s"),
+        tokens_per_s=median("perf/tokens_per_sec"),
+        allreduce_s=median("perf/allreduce_s") if devices > 1 else 0.0,
+        rank_wait_s=median("perf/rank_wait_s") if devices > 1 else 0.0,
+    )
+
+
+def _row(scaling: str, measured: Measured, base: Measured) -> dict[str, object]:
+    return {
+        "scaling": scaling,
+        "devices": measured.devices,
+        "rows": measured.rows,
+        "step_s": round(measured.step_s, 3),
+        "tokens_per_s": round(measured.tokens_per_s, 1),
+        "ratio": round(measured.tokens_per_s / base.tokens_per_s, 3),
+        "allreduce_share": round(measured.allreduce_s / measured.step_s, 5),
+        "rank_wait_s": round(measured.rank_wait_s, 3),
+    }
+
+
+def _line(row: dict[str, object]) -> str:
+    return (
+        f"{row['scaling']:<7} {row['devices']:>2} device(s) {row['rows']:>4} rows: {row['step_s']:>8} s a step, "
+        f"{row['tokens_per_s']:>9} tokens/s, {row['ratio']:>6} x one device, all-reduce "
+        f"{float(str(row['allreduce_share'])):.2%}, waiting for the slowest rank {row['rank_wait_s']} s"
+    )
