@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -59,52 +60,125 @@ def gather_rows(tensor: Tensor) -> tuple[Tensor, slice]:
     return rows, slice(start, start + len(tensor))
 
 
-def flat_all_reduce(params: Iterable[nn.Parameter], *, average: bool = False) -> None:
-    """Sums the gradients of all parameters over the ranks, in place, in one all-reduce per dtype.
+class FlatGradients(NamedTuple):
+    """Gradients of one dtype and device, one after the other."""
 
-    A parameter without a gradient counts as 0, so that a rank that ran no micro-batch takes part like the
-    others: afterwards every parameter has a gradient. The buffer is float32 for 16-bit gradients.
+    params: list[nn.Parameter]
+    flat: Tensor
+    """(sum of sizes,) in at least float32."""
 
-    Args:
-        params: trainable parameters, the same ones in the same order on every rank.
-        average: divide by the number of ranks, for losses that are means per rank.
-    """
-    ranks = world_size()
-    if ranks == 1:
-        return
-    by_kind: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
-    for param in params:
-        by_kind.setdefault((param.dtype, param.device), []).append(param)
-    for (dtype, device), group in by_kind.items():
-        wide = torch.promote_types(dtype, torch.float32)
-        flat = torch.zeros(sum(param.numel() for param in group), dtype=wide, device=device)
-        pieces = flat.split([param.numel() for param in group])
-        for param, piece in zip(group, pieces, strict=True):
-            if param.grad is not None:
-                piece.copy_(param.grad.reshape(-1))
-        dist.all_reduce(flat)
+    def all_reduce(self, *, average: bool = False) -> None:
+        """Sum (or average) over the ranks and put the result back into the gradients, without new memory."""
+        dist.all_reduce(self.flat)
         if average:
-            flat /= ranks
-        for param, piece in zip(group, pieces, strict=True):
-            if param.grad is None:
-                param.grad = torch.empty_like(param)
+            self.flat.div_(world_size())
+        for param, piece in zip(self.params, self.flat.split([p.numel() for p in self.params]), strict=True):
+            assert param.grad is not None
             param.grad.copy_(piece.view_as(param))
 
 
-def parameter_hash(params: Iterable[Tensor]) -> str:
-    """Digest of the exact bits of all parameters, in order: 16 hexadecimal digits of SHA-256.
+def flatten_gradients(params: Iterable[nn.Parameter]) -> list[FlatGradients]:
+    """One flat buffer of gradients per dtype and device; float32 for 16-bit gradients.
 
-    One differing bit, or a swap of two parameters, changes it. -0.0 and 0.0 differ.
+    A parameter without a gradient gets one of zeros: a rank that ran no micro-batch takes part like the others.
+
+    Args:
+        params: trainable parameters, the same ones in the same order on every rank.
+    """
+    by_kind: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
+    for param in params:
+        by_kind.setdefault((param.dtype, param.device), []).append(param)
+    groups = []
+    for (dtype, device), members in by_kind.items():
+        wide = torch.promote_types(dtype, torch.float32)
+        flat = torch.zeros(sum(param.numel() for param in members), dtype=wide, device=device)
+        for param, piece in zip(members, flat.split([param.numel() for param in members]), strict=True):
+            if param.grad is None:
+                param.grad = torch.zeros_like(param)
+            else:
+                piece.copy_(param.grad.reshape(-1))
+        groups.append(FlatGradients(members, flat))
+    return groups
+
+
+def flat_all_reduce(params: Iterable[nn.Parameter], *, average: bool = False) -> None:
+    """Sums the gradients of all parameters over the ranks, in place, in one all-reduce per dtype.
+
+    Args:
+        params: as in `flatten_gradients`.
+        average: divide by the number of ranks, for losses that are means per rank.
+    """
+    if world_size() == 1:
+        return
+    for group in flatten_gradients(params):
+        group.all_reduce(average=average)
+
+
+def parameter_hash(params: Iterable[Tensor]) -> str:
+    """Digest of the exact bits of all parameters, in order: 16 hexadecimal digits.
+
+    One differing bit, or a swap of two parameters, changes it. -0.0 and 0.0 differ. On a GPU the bits are hashed
+    where they are (`bit_hash`) and only the result travels; on the CPU they go through SHA-256. Shapes, dtypes and
+    that result go through SHA-256 in both cases.
 
     Args:
         params: tensors of any dtype and device; shapes and dtypes are part of the digest.
     """
     digest = hashlib.sha256()
+    on_device: dict[torch.device, list[Tensor]] = {}
     for param in params:
-        values = param.detach().contiguous().cpu()
+        values = param.detach()
         digest.update(f"{values.dtype}{tuple(values.shape)}".encode())
-        digest.update(values.reshape(-1).view(torch.uint8).numpy().tobytes())
+        if values.is_cuda:
+            on_device.setdefault(values.device, []).append(values)
+        else:
+            digest.update(values.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    for tensors in on_device.values():
+        digest.update(bit_hash(tensors).to_bytes(8, "little", signed=True))
     return digest.hexdigest()[:16]
+
+
+_CHUNK = 2**21  # 32-bit words hashed at a time: the temporaries take 16 MiB each
+
+
+def bit_hash(tensors: Sequence[Tensor]) -> int:
+    """A 64-bit hash of the bits of tensors on one device, computed there, with one number read back.
+
+    The sum, modulo 2^64, of mix(word + (position + 1) x golden) over the 32-bit words, with the finalizer of
+    splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, OOPSLA 2014) as mix. The mix is a
+    bijection that turns one changed bit into half of the 64, so two sets of weights collide with a probability
+    of about 2^-64, as long as nobody looks for a collision on purpose.
+    """
+    total = torch.zeros((), dtype=torch.int64, device=tensors[0].device)
+    position, pieces, size = 0, [], 0
+    for tensor in tensors:
+        for piece in _words(tensor).split(_CHUNK):
+            pieces.append(piece)
+            size += len(piece)
+            if size >= _CHUNK:
+                total += _mixed_sum(torch.cat(pieces), position)
+                position, pieces, size = position + size, [], 0
+    if pieces:
+        total += _mixed_sum(torch.cat(pieces), position)
+    return int(total)
+
+
+def _words(tensor: Tensor) -> Tensor:
+    """The bits as int32, zeros behind the last where the size is no multiple of 4 bytes."""
+    octets = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    if len(octets) % 4:
+        octets = torch.nn.functional.pad(octets, (0, 4 - len(octets) % 4))
+    return octets.view(torch.int32)
+
+
+def _mixed_sum(words: Tensor, position: int) -> Tensor:
+    # int64 wraps around; the constants are written as the signed numbers of the same bits
+    index = torch.arange(position + 1, position + 1 + len(words), device=words.device)
+    mixed = words + index * -7046029254386353131  # 0x9E3779B97F4A7C15
+    for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685), (31, 1)):
+        # the shift of splitmix64 brings in zeros, int64's brings in signs
+        mixed = (mixed ^ ((mixed >> shift) & ((1 << (64 - shift)) - 1))) * factor
+    return mixed.sum()
 
 
 def check_parameter_hash(

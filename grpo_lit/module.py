@@ -1,7 +1,8 @@
 """`GRPOModule`: the training loop of GRPO as a LightningModule with manual optimization.
 
 One ``training_step`` is one rollout step: sample, reward, weigh, then ``ppo_passes`` optimizer steps over the same
-rows. The maths is in `grpo_lit.loss`, the data of a step in `grpo_lit.step`; this file only connects them.
+rows. The maths is in `grpo_lit.loss`, the two halves of a step in `grpo_lit.sampling_step` and `grpo_lit.passes`; this
+file only connects them.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import copy
 import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,30 +18,24 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import OptimizerCallable
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
-from torch import Tensor, nn
+from torch import nn
 from torchmetrics import MeanMetric
 
 from grpo_lit import checkpoint as ckpt
 from grpo_lit.errors import UserError
-from grpo_lit.lora import LoRAConfig, adapters_off
-from grpo_lit.loss import (
-    LossConfig,
-    LossOutput,
-    TokenSelection,
-    grpo_loss,
-    merge_totals,
-    select_tokens,
-    totals_to_metrics,
-)
+from grpo_lit.lora import LoRAConfig
+from grpo_lit.loss import LossConfig
 from grpo_lit.model_source import resolve_model_source
 from grpo_lit.nonfinite import NonFiniteGuard
-from grpo_lit.optim import LRScheduleConfig, build_scheduler
+from grpo_lit.optim import LRScheduleConfig, allocate_moments, build_scheduler
+from grpo_lit.passes import Passes
 from grpo_lit.phases import PhaseRecorder
 from grpo_lit.policy import Policy, PolicyConfig, load_policy
 from grpo_lit.prompts import PromptEncoder, load_tokenizer
-from grpo_lit.rollout import RolloutConfig, RolloutEngine, SamplingConfig, build_engine, row_keys
+from grpo_lit.rewards import RewardOutput
+from grpo_lit.rollout import Rollout, RolloutConfig, RolloutEngine, SamplingConfig, build_engine, row_keys
 from grpo_lit.sampling_step import StepRows, decode, judge, sample_rows
-from grpo_lit.step import TrainingBatch, make_training_batch, rollout_metrics
+from grpo_lit.step import make_training_batch, rollout_metrics
 from grpo_lit.world import WorldView
 
 
@@ -78,6 +73,8 @@ class GRPOModule(LightningModule):
         overlong_cache: tokens before the length limit over which a penalty grows to 1 (DAPO); null is off.
         ppo_passes: optimizer steps per rollout (the mu of the GRPO paper).
         micro_batch_size: rows per forward and backward: a memory knob, the gradient does not depend on it.
+        score_batch_size: rows scored at once before the first pass, where the loss asks for it; null takes
+            micro_batch_size.
         optimizer: class and arguments of the optimizer.
         lr_schedule: how the learning rate moves.
         max_grad_norm: gradients are scaled down to this norm; null is off.
@@ -97,6 +94,7 @@ class GRPOModule(LightningModule):
         overlong_cache: int | None = None,
         ppo_passes: int = 1,
         micro_batch_size: int = 8,
+        score_batch_size: int | None = None,
         optimizer: OptimizerCallable = _adamw,
         lr_schedule: LRScheduleConfig = LRScheduleConfig(),  # noqa: B008
         max_grad_norm: float | None = 1.0,
@@ -110,6 +108,8 @@ class GRPOModule(LightningModule):
             raise UserError("model.ppo_passes", ppo_passes, "at least 1 optimizer step per rollout")
         if micro_batch_size < 1:
             raise UserError("model.micro_batch_size", micro_batch_size, "at least 1 row")
+        if score_batch_size is not None and score_batch_size < 1:
+            raise UserError("model.score_batch_size", score_batch_size, "at least 1 row, or null")
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise UserError("model.max_grad_norm", max_grad_norm, "a number above 0, or null")
         if not rewards:
@@ -133,6 +133,8 @@ class GRPOModule(LightningModule):
         self.reward_weights = reward_weights
         self.length_penalty, self.overlong_cache = length_penalty, overlong_cache
         self.ppo_passes, self.micro_batch_size, self.max_grad_norm = ppo_passes, micro_batch_size, max_grad_norm
+        self.score_batch_size = score_batch_size
+        self.micro_batch_tokens: int | None = None  # most padded tokens in a micro-batch; a callback may set it
         self.optimizer_callable, self.lr_schedule = optimizer, lr_schedule
         self.validation_config = validation
         self.log_completions = log_completions
@@ -192,6 +194,7 @@ class GRPOModule(LightningModule):
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """The configured optimizer over the trainable weights, with its schedule."""
         optimizer = self.optimizer_callable([parameter for _, parameter in self.live_policy.trainable_parameters()])
+        allocate_moments(optimizer)
         scheduler = build_scheduler(optimizer, self.lr_schedule, self.total_optimizer_steps())
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
@@ -209,6 +212,11 @@ class GRPOModule(LightningModule):
         """The loaded policy."""
         assert self.policy is not None, "configure_model has not run"
         return self.policy
+
+    @property
+    def reference(self) -> Policy | None:
+        """The frozen copy that the KL is measured to; None where it is the policy without its adapters."""
+        return self._reference[0] if self._reference else None
 
     # ---- training -----------------------------------------------------------------------------------------------
 
@@ -231,125 +239,10 @@ class GRPOModule(LightningModule):
             for name, value in rollout_metrics(rows.everyone, mask_truncated=config.mask_truncated).items()
         }
         metrics |= {f"rollout/{name}": value for name, value in rows.reward_metrics.items()}
-        metrics |= self._optimize(training)
+        metrics |= {f"train/{name}": value for name, value in Passes(self, training).run().items()}
         self.rollout_step += 1
         self.step_rows = rows
         self._log_step(metrics, rows)
-
-    def _optimize(self, training: TrainingBatch) -> dict[str, float]:
-        """All passes over the rows of a step; metrics of the passes, averaged."""
-        chunks = training.micro_batches(self.micro_batch_size)
-        references, old, selection = self._score(training, chunks)
-        passes: list[dict[str, float]] = []
-        for _ in range(self.ppo_passes):
-            if 0 < self.trainer.max_steps <= self.trainer.global_step:
-                break
-            with self.phase("train"):
-                totals, old = self._accumulate(training, chunks, old, references, selection)
-            with self.phase("optimizer"):
-                passes.append(self._step(totals, training))
-        return {f"train/{name}": value for name, value in _mean_of_passes(passes).items()}
-
-    def _score(
-        self, training: TrainingBatch, chunks: list[Tensor]
-    ) -> tuple[list[Tensor] | None, list[Tensor] | None, TokenSelection | None]:
-        """What has to be known before the first pass: reference log-probs, and old ones where a rule picks tokens.
-
-        Without such a rule the first pass records its own log-probs as the old ones: then the ratio of that pass is
-        exactly 1 and the shapes of both are the same (bf16 log-probs differ between batch shapes).
-        """
-        config = self.loss_config
-        if not config.needs_reference and config.token_rule == "none":
-            return None, None, None
-        references = old = selection = None
-        with self.phase("score"), torch.no_grad():
-            if config.needs_reference:
-                references = [self._reference_logprobs(training, rows) for rows in chunks]
-            if config.token_rule != "none":
-                scores = [self._scores(self.live_policy, training, rows) for rows in chunks]
-                old = [score.logprobs for score in scores]
-                selection = self._select(training, chunks, old, [score.entropy for score in scores])
-        return references, old, selection
-
-    def _accumulate(
-        self,
-        training: TrainingBatch,
-        chunks: list[Tensor],
-        old: list[Tensor] | None,
-        references: list[Tensor] | None,
-        selection: TokenSelection | None,
-    ) -> tuple[dict[str, Tensor], list[Tensor]]:
-        """Forward and backward of every micro-batch; gradients stay local until `_step` reduces them."""
-        recorded: list[Tensor] = []
-        outputs: list[LossOutput] = []
-        with self.world.no_sync(self.trainer):
-            for index, rows in enumerate(chunks):
-                scores = self._scores(self.live_policy, training, rows)
-                recorded.append(scores.logprobs.detach() if old is None else old[index])
-                entropy = scores.entropy if self.loss_config.needs_entropy_gradient else scores.entropy.detach()
-                width = scores.logprobs.shape[1]
-                output = grpo_loss(
-                    scores.logprobs,
-                    recorded[-1],
-                    training.advantages[rows],
-                    training.weights[rows, :width],
-                    training.loss_mask[rows, :width],
-                    ref_logprobs=None if references is None else references[index],
-                    entropy=entropy,
-                    rollout_logprobs=training.rollout.logprobs[rows, :width],
-                    selection=None if selection is None else _cut(selection, rows, width),
-                    config=self.loss_config,
-                )
-                self.manual_backward(output.loss)
-                outputs.append(output)
-        return merge_totals([output.totals for output in outputs]), recorded
-
-    def _scores(self, policy: Policy, training: TrainingBatch, rows: Tensor) -> Any:
-        part = training.rollout.select(rows)
-        return policy.score(
-            part.prompt_ids,
-            part.prompt_mask,
-            part.completion_ids,
-            part.completion_mask,
-            temperature=self.rollout_config.sampling.temperature,
-        )
-
-    def _reference_logprobs(self, training: TrainingBatch, rows: Tensor) -> Tensor:
-        if self._reference:
-            return self._scores(self._reference[0], training, rows).logprobs
-        with adapters_off(self.live_policy):
-            return self._scores(self.live_policy, training, rows).logprobs
-
-    def _select(
-        self, training: TrainingBatch, chunks: list[Tensor], old: list[Tensor], entropy: list[Tensor]
-    ) -> TokenSelection:
-        shape = training.loss_mask.shape
-        logprobs, nats = (training.weights.new_zeros(shape) for _ in range(2))
-        for rows, chunk_logprobs, chunk_entropy in zip(chunks, old, entropy, strict=True):
-            logprobs[rows, : chunk_logprobs.shape[1]] = chunk_logprobs
-            nats[rows, : chunk_entropy.shape[1]] = chunk_entropy
-        return select_tokens(logprobs, training.advantages, training.loss_mask, entropy=nats, config=self.loss_config)
-
-    def _step(self, totals: dict[str, Tensor], training: TrainingBatch) -> dict[str, float]:
-        """Reduce gradients over ranks, clip, step; a non-finite pass is skipped, kept on disk and counted."""
-        optimizer = self.optimizers()
-        assert not isinstance(optimizer, list)
-        parameters = [parameter for _, parameter in self.live_policy.trainable_parameters()]
-        self.world.reduce_gradients(parameters)
-        metrics = totals_to_metrics(self.world.merge_totals(totals))
-        limit = float("inf") if self.max_grad_norm is None else self.max_grad_norm
-        norm = float(nn.utils.clip_grad_norm_(parameters, limit)) if metrics else 0.0
-        metrics["grad_norm"] = norm
-        metrics["lr"] = float(optimizer.param_groups[0]["lr"])
-        if self.guard.check(self, metrics.get("loss", 0.0), norm, training):
-            optimizer.step()
-            scheduler = self.lr_schedulers()
-            assert scheduler is not None
-            assert not isinstance(scheduler, list)
-            scheduler.step()  # type: ignore[call-arg]
-            self.world.check_replicas(self.live_policy.trainable_parameters(), self.trainer.global_step)
-        optimizer.zero_grad(set_to_none=True)
-        return metrics
 
     def _log_step(self, metrics: dict[str, float], rows: StepRows) -> None:
         seconds = self.phase.seconds
@@ -362,6 +255,8 @@ class GRPOModule(LightningModule):
         metrics["perf/tokens_per_sec"] = tokens / total if total else 0.0
         metrics["perf/rollout_tokens_per_sec"] = tokens / seconds["rollout"] if seconds.get("rollout") else 0.0
         metrics |= {f"vram/peak_{phase}_mib": value for phase, value in self.phase.peak_mib.items()}
+        for listener in self.phase.listeners:
+            metrics |= listener.step_metrics()
         metrics["train/nonfinite_skips"] = float(self.guard.skipped)
         metrics["rollout_step"] = self.rollout_step
         metrics["optimizer_step"] = self.trainer.global_step
@@ -380,19 +275,11 @@ class GRPOModule(LightningModule):
         """Answer a batch of held-out prompts and judge the answers with the first reward function."""
         del batch_idx
         with self.phase("validate"):
-            self._validate(batch)
-
-    def _validate(self, batch: Any) -> None:
-        config = self.validation_config
-        mine = self.world.share(len(batch))
-        if not mine:
+            answers = self.phase.attempt(lambda: self._answer(batch))
+            self.engine.release()
+        if answers is None:
             return
-        counts = [config.samples_per_prompt if i in mine else 0 for i in range(len(batch))]
-        repeated = [batch.indices[i] for i in mine for _ in range(config.samples_per_prompt)]
-        samples = list(range(config.samples_per_prompt)) * len(mine)
-        keys = row_keys(self.seed, 0, repeated, samples, "val")
-        rollout = self.engine.generate(batch.prompt_ids, counts, keys, config.sampling)
-        judged = judge(self, batch, rollout, decode(self, batch, rollout), self.reward_functions[:1], None)
+        rollout, judged = answers
         right = judged.rewards[~judged.rewards.isnan()] > 0.5
         for name, values in (
             ("accuracy", right.float()),
@@ -401,6 +288,20 @@ class GRPOModule(LightningModule):
         ):
             if len(values):
                 self._val_totals[name].update(values.to(self.device))
+
+    def _answer(self, batch: Any) -> tuple[Rollout, RewardOutput] | None:
+        """This rank's share of the answers, judged; None where it has no share."""
+        config = self.validation_config
+        mine = self.world.share(len(batch))
+        if not mine:
+            return None
+        counts = [config.samples_per_prompt if i in mine else 0 for i in range(len(batch))]
+        repeated = [batch.indices[i] for i in mine for _ in range(config.samples_per_prompt)]
+        samples = list(range(config.samples_per_prompt)) * len(mine)
+        keys = row_keys(self.seed, 0, repeated, samples, "val")
+        self.phase.hold(min(self.engine.batch_size or len(keys), len(keys)), 0)
+        rollout = self.engine.generate(batch.prompt_ids, counts, keys, config.sampling)
+        return rollout, judge(self, batch, rollout, decode(self, batch, rollout), self.reward_functions[:1], None)
 
     def on_validation_epoch_end(self) -> None:
         """Averages over all held-out prompts and ranks."""
@@ -422,17 +323,3 @@ class GRPOModule(LightningModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Check that the checkpoint is of this model, then restore counters and random number generators."""
         ckpt.unpack(self, checkpoint)
-
-
-def _cut(selection: TokenSelection, rows: Tensor, width: int) -> TokenSelection:
-    part = selection.rows(rows)
-    return TokenSelection(part.policy_mask[:, :width], part.old_kl_coef[:, :width])
-
-
-def _mean_of_passes(passes: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Mean of each metric over the passes; the largest where the name says so."""
-    names = dict.fromkeys(name for metrics in passes for name in metrics)
-    reduce: Callable[[list[float], str], float] = lambda values, name: (  # noqa: E731
-        max(values) if name.endswith("_max") else sum(values) / len(values)
-    )
-    return {name: reduce([metrics[name] for metrics in passes if name in metrics], name) for name in names}

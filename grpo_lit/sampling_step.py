@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from grpo_lit.datamodules.loader import PromptBatch
@@ -67,14 +70,18 @@ def sample_rows(module: GRPOModule, batch: PromptBatch) -> StepRows:
                 [batch.indices[p] for p, indices in enumerate(numbers) for _ in indices],
                 [index for indices in numbers for index in indices],
             )
-            rollout = module.engine.generate(
-                batch.prompt_ids, [len(indices) for indices in numbers], keys, config.sampling
-            )
+            rollout = module.phase.attempt(partial(_generate, module, batch, [len(i) for i in numbers], keys))
+            module.engine.release()
         judged = _judge_round(module, batch, rollout)
         rounds.append((rollout, [index for indices in numbers for index in indices], judged))
         _tell(allocator, world.gather((rollout.group_ids.tolist(), judged.output.rewards.tolist())))
         drawn = [before + count for before, count in zip(drawn, wanted, strict=True)]
     return _assemble(module, batch, rounds)
+
+
+def _generate(module: GRPOModule, batch: PromptBatch, counts: Sequence[int], keys: NDArray[np.uint64]) -> Rollout:
+    module.phase.hold(min(module.engine.batch_size or len(keys), len(keys)), 0)
+    return module.engine.generate(batch.prompt_ids, counts, keys, module.rollout_config.sampling)
 
 
 def _first_of_rank(
@@ -105,10 +112,13 @@ class _Judged:
 
 
 def _judge_round(module: GRPOModule, batch: PromptBatch, rollout: Rollout) -> _Judged:
-    with module.phase("reward"):
+    def work() -> _Judged:
         completions = decode(module, batch, rollout)
         output = judge(module, batch, rollout, completions, module.reward_functions, module.reward_weights)
-    return _Judged(completions, output)
+        return _Judged(completions, output)
+
+    with module.phase("reward"):
+        return module.phase.attempt(work)
 
 
 def decode(module: GRPOModule, batch: PromptBatch, rollout: Rollout) -> list[str]:

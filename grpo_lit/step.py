@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -25,12 +26,50 @@ class TrainingBatch:
     weights: Tensor
     """(N, T) float32, weight of each token in the loss, over the global batch."""
 
-    def micro_batches(self, size: int) -> list[Tensor]:
-        """Row indices (long) of each micro-batch: rows that count, longest first, so that little is padded."""
-        rows = self.loss_mask.any(dim=1).nonzero().squeeze(-1)
-        lengths = (self.rollout.prompt_mask.sum(dim=1) + self.rollout.lengths)[rows]
-        ordered = rows[lengths.argsort(descending=True, stable=True)]
-        return list(ordered.split(size)) if len(ordered) else []
+    @cached_property
+    def row_tokens(self) -> list[tuple[int, int]]:
+        """Of each row: prompt tokens, and completion tokens up to the last that counts in the loss."""
+        positions = torch.arange(1, self.loss_mask.shape[1] + 1, device=self.loss_mask.device)
+        ends = (self.loss_mask * positions).amax(dim=1) if len(positions) else self.loss_mask.sum(dim=1)
+        columns = torch.stack([self.rollout.prompt_mask.sum(dim=1), ends], dim=1)
+        return [(prompt, end) for prompt, end in columns.tolist()]
+
+    def micro_batches(self, size: int, max_tokens: int | None = None) -> list[Tensor]:
+        """Row indices (long) of each micro-batch: rows that count, longest first, so that little is padded.
+
+        Args:
+            size: most rows in one.
+            max_tokens: most tokens in one, padding included; a single row may have more. None: no such bound.
+        """
+        lengths = self.row_tokens
+        rows = sorted((row for row in range(len(lengths)) if lengths[row][1]), key=lambda row: -sum(lengths[row]))
+        batches: list[list[int]] = []
+        width = (0, 0)
+        for row in rows:
+            widened = (max(width[0], lengths[row][0]), max(width[1], lengths[row][1]))
+            count = len(batches[-1]) + 1 if batches else 1
+            if not batches or count > size or (max_tokens is not None and count * sum(widened) > max_tokens):
+                batches.append([])
+                widened = lengths[row]
+            batches[-1].append(row)
+            width = widened
+        return [torch.tensor(batch, device=self.loss_mask.device) for batch in batches]
+
+    def load(self, rows: Tensor) -> tuple[int, int]:
+        """Rows and tokens, padding included, that a forward over these rows holds."""
+        lengths = [self.row_tokens[row] for row in rows.tolist()]
+        return len(lengths), len(lengths) * (max(p for p, _ in lengths) + max(c for _, c in lengths))
+
+    def part(self, rows: Tensor) -> Rollout:
+        """The given rows without padding, and without what comes after the last token that counts."""
+        end = max(self.row_tokens[row][1] for row in rows.tolist())
+        part = self.rollout.select(rows)
+        return replace(
+            part,
+            completion_ids=part.completion_ids[:, :end],
+            completion_mask=part.completion_mask[:, :end],
+            logprobs=part.logprobs[:, :end],
+        )
 
 
 @dataclass(frozen=True)

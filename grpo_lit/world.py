@@ -12,7 +12,7 @@ from lightning.pytorch import Trainer
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from grpo_lit.distributed import check_parameter_hash, flat_all_reduce
+from grpo_lit.distributed import FlatGradients, check_parameter_hash, flatten_gradients
 from grpo_lit.loss import merge_totals
 from grpo_lit.step import GlobalRows
 
@@ -37,10 +37,22 @@ class WorldView(NamedTuple):
         else:
             yield
 
-    def reduce_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
+    def flatten_gradients(self, parameters: Sequence[nn.Parameter]) -> list[FlatGradients]:
+        """Gradients ready for `reduce_gradients`; the part of it that takes memory. Empty for one rank."""
+        return flatten_gradients(parameters) if self.size > 1 else []
+
+    def reduce_gradients(self, flat: Sequence[FlatGradients]) -> None:
         """Sum the gradients over ranks in one flat all-reduce; the weights of the loss are global already."""
-        if self.size > 1:
-            flat_all_reduce(parameters)
+        for group in flat:
+            group.all_reduce()
+
+    def any(self, flag: bool, device: torch.device) -> bool:
+        """Whether the flag is set on any rank: one all-reduce of one number."""
+        if self.size == 1:
+            return flag
+        votes = torch.tensor([int(flag)], device=device)
+        dist.all_reduce(votes, op=dist.ReduceOp.MAX)
+        return bool(votes)
 
     def merge_totals(self, totals: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """`grpo_lit.loss.merge_totals` over all ranks."""
