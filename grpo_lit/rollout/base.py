@@ -33,6 +33,9 @@ class SamplingConfig:
     """Drop tokens below this share of the most probable one's probability; 0.0 is off."""
     max_completion_length: int = 256
     """Tokens after which a completion is cut; one that is cut has no EOS and counts as truncated."""
+    stop_at: Literal["boxed", "answer_tag"] | None = None
+    """End a completion at its first whole final answer, outside <think>: boxed at a closed \\boxed{...}, answer_tag at
+    </answer>. It then counts as ended, not as truncated, and saves what would be sampled after the answer."""
 
     def validate(self, argument: str) -> None:
         """Check every range.

@@ -20,6 +20,17 @@ def _build_hf(config: RolloutConfig, policy: Policy, encoder: PromptEncoder) -> 
     return HFEngine(policy, encoder.tokenizer, batch_size=config.batch_size)
 
 
+def _build_graph(config: RolloutConfig, policy: Policy, encoder: PromptEncoder) -> RolloutEngine:
+    from grpo_lit.rollout.graph import GraphEngine
+    from grpo_lit.rollout.model_reader import UnsupportedModel
+
+    try:
+        return GraphEngine(policy, encoder.tokenizer, batch_size=config.batch_size)
+    except UnsupportedModel as reason:
+        _log.warning("engine=hf instead of graph: %s", reason)
+        return _build_hf(config, policy, encoder)
+
+
 def _build_vllm(config: RolloutConfig, policy: Policy, encoder: PromptEncoder) -> RolloutEngine:
     from grpo_lit.rollout.vllm import build_vllm_engine
 
@@ -27,10 +38,18 @@ def _build_vllm(config: RolloutConfig, policy: Policy, encoder: PromptEncoder) -
 
 
 def _build_auto(config: RolloutConfig, policy: Policy, encoder: PromptEncoder) -> RolloutEngine:
+    if policy.device.type == "cuda":
+        return _build_graph(config, policy, encoder)
+    _log.info("engine=hf: no CUDA device")
     return _build_hf(config, policy, encoder)
 
 
-ENGINES: dict[str, EngineBuilder] = {"auto": _build_auto, "hf": _build_hf, "vllm": _build_vllm}
+ENGINES: dict[str, EngineBuilder] = {
+    "auto": _build_auto,
+    "graph": _build_graph,
+    "hf": _build_hf,
+    "vllm": _build_vllm,
+}
 
 
 def build_engine(config: RolloutConfig, policy: Policy, encoder: PromptEncoder) -> RolloutEngine:

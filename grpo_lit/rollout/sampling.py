@@ -77,6 +77,18 @@ def sample_tokens(logprobs: Tensor, uniform: Tensor) -> Tensor:
     return torch.minimum(index, last)
 
 
+def warpers(top_p: float, top_k: int, min_p: float) -> list[LogitsProcessor]:
+    """transformers' truncations, in the order it applies them; those that are switched off are left out."""
+    chosen: list[LogitsProcessor] = []
+    if top_k > 0:
+        chosen.append(TopKLogitsWarper(top_k))
+    if top_p < 1.0:
+        chosen.append(TopPLogitsWarper(top_p))
+    if min_p > 0.0:
+        chosen.append(MinPLogitsWarper(min_p))
+    return chosen
+
+
 class SeededSampler(LogitsProcessor):
     """A logits processor that picks the next token itself, from prescribed uniform numbers.
 
@@ -105,13 +117,7 @@ class SeededSampler(LogitsProcessor):
         self.num_prompt_tokens = num_prompt_tokens
         self.temperature = temperature
         self.logprobs: list[Tensor] = []
-        self._warpers: list[LogitsProcessor] = []
-        if top_k > 0:
-            self._warpers.append(TopKLogitsWarper(top_k))
-        if top_p < 1.0:
-            self._warpers.append(TopPLogitsWarper(top_p))
-        if min_p > 0.0:
-            self._warpers.append(MinPLogitsWarper(min_p))
+        self._warpers = warpers(top_p, top_k, min_p)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Choose the token after input_ids (N, L) from scores (N, V)."""

@@ -1,0 +1,209 @@
+"""The fast engine: our own decode loop over the weights that are trained, 4-bit base and live adapters included.
+
+Each prompt is prefilled once by transformers' own forward and shared by its group; then every step of every row runs
+in one CUDA graph (`decode`), over keys and values in pages (`pages`), with rows admitted and compacted as they end
+(`flight`). The same code runs on the CPU without graphs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from grpo_lit.errors import UserError
+from grpo_lit.policy import Policy
+from grpo_lit.rollout.base import Progress, Rollout, SamplingConfig, left_pad
+from grpo_lit.rollout.decode import DecodeStep, rotary_tables
+from grpo_lit.rollout.flight import Flight
+from grpo_lit.rollout.graph_runner import DecodeBuffers, GraphRunner
+from grpo_lit.rollout.hf import eos_token_ids
+from grpo_lit.rollout.model_reader import ModelSpec, read_model
+from grpo_lit.rollout.plan import RolloutPlan, free_bytes, plan_rollout
+from grpo_lit.rollout.sampling import uniforms
+from grpo_lit.rollout.stats import RolloutStats, copy_bandwidth
+from grpo_lit.rollout.stops import AnswerStop
+
+
+class GraphEngine:
+    """Samples with our own decode loop; see the module's docstring.
+
+    Args:
+        policy: the policy; its adapters are live.
+        tokenizer: for the pad and EOS tokens.
+        batch_size: rows in flight at once; None takes as many as fit.
+        check_every: steps queued between two looks at how far the rows are; None is 8 on CUDA and 1 on the CPU.
+        use_graphs: record steps in CUDA graphs; None does on CUDA.
+        impl: of every op, "triton" or "torch"; None picks by device.
+
+    Raises:
+        UnsupportedModel: no decode step for this model.
+    """
+
+    name = "graph"
+
+    def __init__(
+        self,
+        policy: Policy,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        batch_size: int | None = None,
+        check_every: int | None = None,
+        use_graphs: bool | None = None,
+        impl: str | None = None,
+    ) -> None:
+        on_cuda = policy.device.type == "cuda"
+        self.policy = policy
+        self.tokenizer = tokenizer
+        self.batch_size: int | None = batch_size
+        self.check_every = check_every or (8 if on_cuda else 1)
+        self.use_graphs = on_cuda if use_graphs is None else use_graphs
+        self.impl = impl
+        self.eos_token_ids = eos_token_ids(policy, tokenizer)
+        self.pad_token_id = int(tokenizer.pad_token_id)  # type: ignore[arg-type]
+        self.stats = RolloutStats(weight_bytes=read_model(policy).weight_bytes)
+        self._warm: set[object] = set()
+        self._held: tuple[object, DecodeBuffers, GraphRunner] | None = None
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        counts: Sequence[int],
+        keys: NDArray[np.uint64],
+        sampling: SamplingConfig,
+        progress: Progress | None = None,
+    ) -> Rollout:
+        """Sample; see `RolloutEngine.generate`. All tensors of the result lie on the policy's device.
+
+        Raises:
+            UserError: an empty prompt, or a row longer than the model has positions.
+        """
+        start = time.perf_counter()
+        spec = read_model(self.policy)
+        self._check(prompts, counts, sampling, spec)
+        try:
+            with torch.no_grad():
+                rollout, num_steps = self._generate(spec, prompts, counts, keys, sampling, progress)
+        except BaseException:  # out of memory, Ctrl-C: nothing may stay behind
+            self.release()
+            raise
+        if self.policy.device.type == "cuda":
+            torch.cuda.synchronize(self.policy.device)
+        self.stats.num_steps += num_steps
+        self.stats.num_tokens += int(rollout.completion_mask.sum())
+        self.stats.seconds += time.perf_counter() - start
+        return rollout
+
+    def release(self) -> None:
+        """Free cache and graphs."""
+        if self._held is not None:
+            self._held[2].close()
+            self._held = None
+
+    def weights_changed(self) -> None:
+        """Nothing to do: these are the trained weights."""
+
+    def close(self) -> None:
+        """Free everything."""
+        self.release()
+
+    def _check(
+        self, prompts: Sequence[Sequence[int]], counts: Sequence[int], sampling: SamplingConfig, spec: ModelSpec
+    ) -> None:
+        lengths = [len(prompt) for prompt, count in zip(prompts, counts, strict=True) if count]
+        if lengths and min(lengths) < 1:
+            raise UserError("prompts", "a prompt of no tokens", "at least one token each")
+        longest = max(lengths, default=1)
+        if spec.max_positions is not None and longest - 1 + sampling.max_completion_length > spec.max_positions:
+            room = spec.max_positions + 1 - longest
+            raise UserError(
+                "max_completion_length",
+                sampling.max_completion_length,
+                f"at most {room}: a prompt has {longest} tokens and the model {spec.max_positions} positions",
+            )
+
+    def _generate(
+        self,
+        spec: ModelSpec,
+        prompts: Sequence[Sequence[int]],
+        counts: Sequence[int],
+        keys: NDArray[np.uint64],
+        sampling: SamplingConfig,
+        progress: Progress | None,
+    ) -> tuple[Rollout, int]:
+        plan = plan_rollout(
+            [len(prompt) for prompt in prompts],
+            counts,
+            sampling.max_completion_length,
+            batch_size=self.batch_size,
+            shape=spec.cache,
+            vocab_size=spec.embedding.shape[0],
+            budget_bytes=self._budget(),
+        )
+        buffers, runner = self._prepare(spec, plan, sampling)
+        if plan.num_rows:
+            buffers.state.table[: plan.num_rows] = uniforms(keys, plan.max_new_tokens).to(buffers.state.table.device)
+        flight = Flight(
+            self.policy,
+            buffers,
+            runner,
+            prompts,
+            counts,
+            stop=None if sampling.stop_at is None else AnswerStop(self.tokenizer, sampling.stop_at),
+            check_every=self.check_every,
+            depth=1 if self.policy.device.type == "cuda" else 0,
+            progress=progress,
+        )
+        flight.run()
+        return self._assemble(prompts, flight, buffers), flight.num_steps
+
+    def _budget(self) -> float:
+        """Memory for a rollout; what is held from the last one counts, since it is reused or freed."""
+        held = 0 if self._held is None else self._held[1].cache.storage.nbytes
+        return free_bytes(self.policy.device) + held
+
+    def _prepare(
+        self, spec: ModelSpec, plan: RolloutPlan, sampling: SamplingConfig
+    ) -> tuple[DecodeBuffers, GraphRunner]:
+        """Buffers and runner for a plan; those of the last call where nothing differs."""
+        if self.policy.device.type == "cuda" and not self.stats.bandwidth:
+            self.stats.bandwidth = copy_bandwidth(self.policy.device)
+        drawing = (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p)
+        key = (plan, drawing, spec.fingerprint)
+        if self._held is not None and self._held[0] == key:
+            return self._held[1], self._held[2]
+        self.release()
+        device = self.policy.device
+        buffers = DecodeBuffers(plan, spec.cache, device)
+        eos = torch.tensor(self.eos_token_ids, device=device)
+        rotary = rotary_tables(self.policy, plan.num_positions)
+        step = DecodeStep(spec, buffers.cache, rotary, sampling, eos, impl=self.impl)
+        runner = GraphRunner(step, buffers, self._warm, use_graphs=self.use_graphs)
+        self._held = (key, buffers, runner)
+        return buffers, runner
+
+    def _assemble(self, prompts: Sequence[Sequence[int]], flight: Flight, buffers: DecodeBuffers) -> Rollout:
+        device = self.policy.device
+        groups = [row.group for row in flight.rows]
+        prompt_ids, prompt_mask = left_pad([prompts[group] for group in groups], self.pad_token_id)
+        lengths = torch.tensor([row.length for row in flight.rows], dtype=torch.long, device=device)
+        stopped = torch.tensor([row.stopped for row in flight.rows], dtype=torch.bool, device=device)
+        width = max((row.length for row in flight.rows), default=1)
+        mask = torch.arange(width, device=device) < lengths.unsqueeze(-1)  # (N, T)
+        ids: Tensor = buffers.state.out_ids[: len(groups), :width].masked_fill(~mask, self.pad_token_id)
+        last = ids.gather(1, (lengths - 1).clamp_min(0).unsqueeze(-1)).squeeze(-1)
+        ended = torch.isin(last, torch.tensor(self.eos_token_ids, device=device))
+        return Rollout(
+            prompt_ids.to(device),
+            prompt_mask.to(device),
+            ids,
+            mask,
+            torch.tensor(groups, dtype=torch.long, device=device),
+            buffers.state.out_logprobs[: len(groups), :width].masked_fill(~mask, 0.0),
+            ~(ended | stopped),
+        )

@@ -1,0 +1,99 @@
+"""How much a rollout holds on the device, known before it starts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from grpo_lit.rollout.pages import CacheShape, GroupPages, pages_for
+
+MAX_ROWS = 128
+"""Rows in flight at most: what the skinny products of a decode step are made for."""
+
+
+@dataclass(frozen=True)
+class RolloutPlan:
+    """Sizes of everything that a rollout holds.
+
+    Attributes:
+        num_rows: N, rows of the whole rollout.
+        max_new_tokens: T.
+        num_slots: S, rows in flight at once.
+        pages_per_row: P, columns of the page table.
+        num_pages: pages of the cache, the one that pads page tables included.
+        num_positions: positions of the longest row.
+    """
+
+    num_rows: int
+    max_new_tokens: int
+    num_slots: int
+    pages_per_row: int
+    num_pages: int
+    num_positions: int
+
+    @property
+    def buckets(self) -> list[int]:
+        """Numbers of slots that a step is recorded for: powers of two, and all slots.
+
+        >>> RolloutPlan(9, 1, 6, 1, 1, 1).buckets
+        [1, 2, 4, 6]
+        """
+        sizes = [1]
+        while sizes[-1] * 2 < self.num_slots:
+            sizes.append(sizes[-1] * 2)
+        return sizes if self.num_slots == 1 else [*sizes, self.num_slots]
+
+    def bucket(self, num_slots: int) -> int:
+        """The smallest bucket that holds this many slots."""
+        return next(size for size in self.buckets if size >= num_slots)
+
+
+def plan_rollout(
+    prompt_lengths: Sequence[int],
+    counts: Sequence[int],
+    max_new_tokens: int,
+    *,
+    batch_size: int | None,
+    shape: CacheShape,
+    vocab_size: int,
+    budget_bytes: float,
+) -> RolloutPlan:
+    """Sizes for the rows in flight times the longest row, within a budget.
+
+    Args:
+        prompt_lengths: tokens of each prompt.
+        counts: completions of each prompt.
+        max_new_tokens: T.
+        batch_size: rows in flight wanted; None takes all.
+        shape: of the cache.
+        vocab_size: for the logits of the rows in flight.
+        budget_bytes: memory to stay within; a single row is planned for even where it does not fit.
+    """
+    groups = [GroupPages(length, count, count) for length, count in zip(prompt_lengths, counts, strict=True) if count]
+    num_rows = sum(group.not_done for group in groups)
+    private = max((group.num_private(max_new_tokens) for group in groups), default=0)
+    shared = sorted((group.num_shared for group in groups), reverse=True)
+    num_slots = max(1, min(num_rows, batch_size or num_rows, MAX_ROWS))
+
+    def num_pages(slots: int) -> int:
+        # Each slot may be in a group of its own, and one group more may be admitted only in part.
+        return 1 + slots * private + sum(shared[: slots + 1])
+
+    def num_bytes(slots: int) -> float:
+        return num_pages(slots) * shape.page_bytes + 12.0 * slots * vocab_size  # logits in float32, and copies
+
+    while num_slots > 1 and num_bytes(num_slots) > budget_bytes:
+        num_slots -= 1
+    longest = max((group.prompt_length for group in groups), default=1) - 1 + max_new_tokens
+    return RolloutPlan(num_rows, max_new_tokens, num_slots, pages_for(longest), num_pages(num_slots), longest)
+
+
+def free_bytes(device: torch.device) -> float:
+    """Memory that a rollout may take: nine tenths of what is free; unlimited on the CPU."""
+    if device.type != "cuda":
+        return float("inf")
+    free, _ = torch.cuda.mem_get_info(device)
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return 0.9 * (free + cached)
