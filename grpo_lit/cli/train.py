@@ -64,11 +64,11 @@ def validate(arguments: Sequence[str]) -> int:
     return 0
 
 
-def build(command: str, arguments: Sequence[str]) -> GRPOCLI:
+def build(command: str, arguments: Sequence[str], cli_class: type[GRPOCLI] = GRPOCLI) -> GRPOCLI:
     """Parse and build trainer, module and data; check device, model location and tokenizer. Loads no weight."""
     quiet_third_parties()
     try:
-        cli = GRPOCLI(arguments, command)
+        cli = cli_class(arguments, command)
     except MisconfigurationException as error:
         message = " ".join(str(error).split())
         if "accelerator" in message.lower() or "CUDA" in message or "gpu" in message.lower():
