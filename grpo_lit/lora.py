@@ -1,4 +1,4 @@
-r"""Low-rank adapters (LoRA, https://arxiv.org/abs/2106.09685, equation 3) over frozen linear layers.
+r"""Low-rank adapters (LoRA, https://arxiv.org/abs/2106.09685, equation 3) over frozen linear layers::
 
                  x (..., in)
         ┌─────────────┴─────────────┐

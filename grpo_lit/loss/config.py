@@ -90,7 +90,7 @@ class LossConfig:
     token_rule_share: float = 2e-4
     """Share of the tokens that the rule treats, in (0, 1]."""
     token_rule_coef: float = 1.0
-    """Weight of |log-ratio| on the treated tokens of kl_cov and sent."""
+    """Weight of abs(log-ratio) on the treated tokens of kl_cov and sent."""
     sent_entropy_share: float = 0.8
     """SENT looks at this share of tokens with the lowest entropy."""
     clip_cov_low: float = 1.0

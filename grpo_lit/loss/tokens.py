@@ -24,7 +24,7 @@ class TokenSelection(NamedTuple):
 
     Args:
         policy_mask: (N, T) bool, False where the policy term gives no gradient.
-        old_kl_coef: (N, T) float32, weight of |logp - logp_old| added to the token's loss.
+        old_kl_coef: (N, T) float32, weight of abs(logp - logp_old) added to the token's loss.
     """
 
     policy_mask: Tensor
@@ -68,7 +68,7 @@ def select_tokens(
     - ``clip_cov`` (2505.22617): k of the tokens whose covariance lies in (clip_cov_low, clip_cov_high) give
       no policy gradient. The paper draws them at random; here they are the k largest, so that a replay or
       another split of the batch picks the same ones.
-    - ``kl_cov`` (2505.22617): the k tokens of largest covariance get coef x |logp - logp_old|.
+    - ``kl_cov`` (2505.22617): the k tokens of largest covariance get coef x abs(logp - logp_old).
     - ``sent`` (2512.04359): among the share of tokens with the lowest entropy, the k of largest covariance
       get 2 x coef, the k of smallest covariance 0.5 x coef; k is a share of those tokens.
 
