@@ -16,8 +16,11 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from grpo_lit.errors import SystemFault, UserError
+from grpo_lit.fused_layers import FusedDecoder, choose_fused
 from grpo_lit.kernels import linear_logprobs
 from grpo_lit.lora import LoRAConfig, inject_lora, lora_dtype
+from grpo_lit.memory.checkpointing import LayerCheckpointing, tile_mlps
+from grpo_lit.memory.offload import ActivationOffload
 from grpo_lit.model_source import ModelSource, load_model_config, resolve_model_source
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -40,8 +43,17 @@ class PolicyConfig:
     """Where the tokenizer comes from, if not from path."""
     attn_implementation: str = "sdpa"
     """Attention of transformers: sdpa, eager, flash_attention_2, ..."""
-    gradient_checkpointing: bool = False
-    """Recompute each layer in the backward pass instead of keeping its activations: slower, far smaller."""
+    gradient_checkpointing: bool | int | Literal["auto"] = False
+    """Recompute layers in the backward pass instead of keeping their activations: slower, far smaller. true is all
+    layers, a number that many, auto starts with all and gives up as many as memory allows."""
+    activation_offload: bool = False
+    """Keep the inputs of checkpointed layers in pinned host memory until the backward pass needs them."""
+    mlp_tile_tokens: int | None = None
+    """Run each MLP over this many tokens at a time, each tile recomputed in the backward pass: for long completions,
+    whose MLP intermediates would be the largest thing in memory. null is off."""
+    fused_layers: bool | None = None
+    """Run the decoder layers through grpo_lit.fused_layers (packed tokens, one autograd node a layer) when scoring
+    and training; null does so on CUDA where the model is of a supported family over a frozen base."""
     cpu_threads: int | None = None
     """Threads of torch on the CPU; null leaves torch's choice. A tiny model is faster with 1, above all on a busy
     machine, where threads wait for each other after every small operation."""
@@ -49,6 +61,14 @@ class PolicyConfig:
     def __post_init__(self) -> None:
         if self.cpu_threads is not None and self.cpu_threads < 1:
             raise UserError("model.policy.cpu_threads", self.cpu_threads, "at least 1, or null")
+        layers = self.gradient_checkpointing
+        if isinstance(layers, int) and layers < 0:
+            raise UserError("model.policy.gradient_checkpointing", layers, "true, false, auto or a number of layers")
+        if self.activation_offload and not self.gradient_checkpointing:
+            accepted = "false without model.policy.gradient_checkpointing: only layer inputs are offloaded"
+            raise UserError("model.policy.activation_offload", True, accepted)
+        if self.mlp_tile_tokens is not None and self.mlp_tile_tokens < 1:
+            raise UserError("model.policy.mlp_tile_tokens", self.mlp_tile_tokens, "at least 1 token, or null")
 
 
 class TokenScores(NamedTuple):
@@ -66,16 +86,17 @@ class Policy(nn.Module):
     Args:
         model: a transformers causal language model, adapters included.
         source: where it came from.
-        gradient_checkpointing: recompute activations in the backward pass.
+        checkpointing: which layers recompute their activations in the backward pass; None for none.
     """
 
-    def __init__(self, model: PreTrainedModel, source: ModelSource, gradient_checkpointing: bool = False) -> None:
+    def __init__(
+        self, model: PreTrainedModel, source: ModelSource, checkpointing: LayerCheckpointing | None = None
+    ) -> None:
         super().__init__()
         self.model = model
         self.source = source
-        self.gradient_checkpointing = gradient_checkpointing
-        if gradient_checkpointing:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        self.checkpointing = checkpointing
+        self.fused: FusedDecoder | None = None
         self._head = _OutputHead.of(model)
         self.eos_token_ids = _eos_token_ids(model)
         # A model's own sampling defaults (penalties, suppressed tokens) would make rollouts differ from scoring.
@@ -109,6 +130,7 @@ class Policy(nn.Module):
         completion_mask: Tensor,
         *,
         temperature: float = 1.0,
+        scored: Tensor | None = None,
     ) -> TokenScores:
         """Log-probs and entropies of completions, differentiable where the policy is.
 
@@ -118,32 +140,43 @@ class Policy(nn.Module):
             completion_ids: (N, T) long, right-padded.
             completion_mask: (N, T) bool, True at real tokens, first EOS included.
             temperature: the logits are divided by it, as in sampling.
+            scored: (N, T) bool, the tokens wanted; the others skip the output layer and are 0. None: all real ones.
 
         Returns:
             `TokenScores` of (N, T) float32 tensors.
         """
-        num_prompt_tokens = prompt_ids.shape[1]
-        attention_mask = torch.cat([prompt_mask, completion_mask], dim=1)  # (N, P + T)
-        # Absolute-position models (GPT-2) see where a row starts only through the position ids.
-        position_ids = (attention_mask.long().cumsum(dim=1) - 1).clamp_min(0)
-        self.model.train(self.gradient_checkpointing and torch.is_grad_enabled())
-        hidden = self._head.decoder(
-            input_ids=torch.cat([prompt_ids, completion_ids], dim=1),
-            attention_mask=attention_mask.long(),
-            position_ids=position_ids,
-            use_cache=False,
-        ).last_hidden_state  # (N, P + T, H)
-        # The hidden state before a token predicts it.
+        wanted = completion_mask if scored is None else completion_mask & scored
+        counts = wanted.reshape(-1).nonzero().squeeze(-1)
+        if self.fused is not None:
+            rows = self.fused(prompt_ids, prompt_mask, completion_ids, completion_mask, counts)
+        else:
+            rows = self._rows_before(prompt_ids, prompt_mask, completion_ids, counts)
         logprobs, entropy = linear_logprobs(
-            hidden[:, num_prompt_tokens - 1 : -1],
+            rows,
             self._head.weight,
-            completion_ids,
+            completion_ids.reshape(-1)[counts],
             bias=self._head.bias,
             temperature=temperature / self._head.logit_scale,
             softcap=self._head.softcap,
-            mask=completion_mask,
         )
-        return TokenScores(logprobs.float(), entropy.float())
+        nothing = torch.zeros(completion_ids.numel(), dtype=torch.float32, device=rows.device)
+        logprobs, entropy = (nothing.index_copy(0, counts, values.float()) for values in (logprobs, entropy))
+        return TokenScores(logprobs.view(completion_ids.shape), entropy.view(completion_ids.shape))
+
+    def _rows_before(self, prompt_ids: Tensor, prompt_mask: Tensor, completion_ids: Tensor, counts: Tensor) -> Tensor:
+        """(M, H) final hidden states before the M of the N T completion tokens that ``counts`` lists."""
+        # Every row starts in the first column, padding at its end, where causal attention never looks: then no mask
+        # is needed, which attention kernels would expand to (N, P + T, P + T), and positions are 0, 1, 2, ...
+        width = prompt_ids.shape[1] + completion_ids.shape[1]
+        lengths = prompt_mask.sum(dim=1, keepdim=True)  # (N, 1), of the prompts
+        columns = torch.arange(width, device=prompt_ids.device) + (prompt_ids.shape[1] - lengths)
+        ids = torch.cat([prompt_ids, completion_ids], dim=1).gather(1, columns.remainder(width))  # (N, P + T)
+        self.model.train(self.checkpointing is not None and torch.is_grad_enabled())
+        hidden = self._head.decoder(input_ids=ids, use_cache=False).last_hidden_state  # (N, P + T, H)
+        # The hidden state before a token predicts it; only tokens that count are taken along.
+        before = torch.arange(completion_ids.shape[1], device=ids.device) + lengths - 1  # (N, T) columns
+        before = before + width * torch.arange(len(ids), device=ids.device).unsqueeze(-1)
+        return hidden.flatten(0, 1).index_select(0, before.reshape(-1)[counts])
 
 
 class _OutputHead(NamedTuple):
@@ -193,23 +226,39 @@ def load_policy(
     if config.quantization and lora is None:
         raise UserError("model.lora", None, "a LoRA section: 4-bit weights can't be trained themselves")
     source = resolve_model_source(config.path)
-    with torch.random.fork_rng(devices=[]):
+    devices = [torch.device(device)] if torch.device(device).type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)
-        model = _load_model(config, source)
+        model = _load_model(config, source, torch.device(device))
         if config.quantization == "nf4":
             quantize_nf4(model, _DTYPES[config.dtype], torch.device(device))
         model.to(torch.device(device))  # type: ignore[arg-type]
         if lora is not None:
             inject_lora(model, lora.rank, lora.alpha, tuple(lora.targets), dtype=lora_dtype(lora))
-    return Policy(model, source, config.gradient_checkpointing)
+    if config.mlp_tile_tokens is not None:
+        tile_mlps(model, config.mlp_tile_tokens)
+    policy = Policy(model, source, _checkpointing(config, model))
+    policy.fused = choose_fused(model, policy.checkpointing, config.fused_layers, config.mlp_tile_tokens)
+    return policy
 
 
-def _load_model(config: PolicyConfig, source: ModelSource) -> PreTrainedModel:
+def _checkpointing(config: PolicyConfig, model: nn.Module) -> LayerCheckpointing | None:
+    wanted = config.gradient_checkpointing
+    if wanted is False or wanted == 0:
+        return None
+    offload = ActivationOffload() if config.activation_offload else None
+    return LayerCheckpointing(model, None if wanted is True or wanted == "auto" else wanted, offload)
+
+
+def _load_model(config: PolicyConfig, source: ModelSource, device: torch.device) -> PreTrainedModel:
     model_config = without_dropout(load_model_config(source))
     common: dict[str, Any] = {"dtype": _DTYPES[config.dtype], "attn_implementation": config.attn_implementation}
     if config.random_weights:
         model_config.quantization_config = None
-        return AutoModelForCausalLM.from_config(model_config, **common)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(model_config, **common)
+        draw_weights(model, device, _DTYPES[config.dtype] if config.quantization == "nf4" else None)
+        return model
     try:
         model = AutoModelForCausalLM.from_pretrained(source.location, config=model_config, **source.kwargs, **common)
     except torch.OutOfMemoryError as error:
@@ -222,6 +271,25 @@ def _load_model(config: PolicyConfig, source: ModelSource) -> PreTrainedModel:
         for mark in ("hf_quantizer", "quantization_method", "is_quantized"):
             vars(model).pop(mark, None)
     return model
+
+
+def draw_weights(model: PreTrainedModel, device: torch.device, nf4: torch.dtype | None = None) -> None:
+    """Give a model on the meta device its initial random weights, one module at a time, on ``device``.
+
+    Args:
+        model: a transformers model on the meta device.
+        device: where the weights are drawn and stay.
+        nf4: quantize each linear layer but the output layer as soon as it is drawn, with this compute dtype, so that
+            the floating-point weights never exist together; None leaves them as they are.
+    """
+    head = model.get_output_embeddings()
+    for name, module in list(model.named_modules()):
+        module.to_empty(device=device, recurse=False)
+        model._initialize_weights(module)
+        if nf4 is not None and type(module) is nn.Linear and module is not head:
+            _quantize_layer(model, name, module, nf4, device)
+    model.tie_weights()
+    model.eval()
 
 
 def without_dropout(config: PretrainedConfig) -> PretrainedConfig:
@@ -252,21 +320,28 @@ def quantize_nf4(model: nn.Module, compute_dtype: torch.dtype, device: torch.dev
     Raises:
         SystemFault: bitsandbytes is not installed or does not support the device.
     """
+    head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
+    linear = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    layers = [(name, module) for name, module in linear if type(module) is nn.Linear and module is not head]
+    if len(linear) <= (head is not None):
+        raise UserError("model.policy.quantization", "nf4", "null: this model has no nn.Linear layers to quantize")
+    count = len(layers)
+    del linear
+    while layers:  # popped, so that the floating-point weight goes when its layer is done
+        _quantize_layer(model, *layers.pop(), compute_dtype, device)
+    return count
+
+
+def _quantize_layer(
+    model: nn.Module, name: str, layer: nn.Linear, compute_dtype: torch.dtype, device: torch.device
+) -> None:
     try:
         from grpo_lit.frozen4bit import FrozenLinear4bit
     except ImportError as error:
         raise SystemFault("model.policy.quantization=nf4 needs bitsandbytes: pip install bitsandbytes") from error
-    head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
-    layers = [
-        (name, module) for name, module in model.named_modules() if type(module) is nn.Linear and module is not head
-    ]
-    if not layers:
-        raise UserError("model.policy.quantization", "nf4", "null: this model has no nn.Linear layers to quantize")
-    for name, module in layers:
-        parent_name, _, child = name.rpartition(".")
-        quantized = FrozenLinear4bit.from_linear(module, compute_dtype, device)
-        setattr(model.get_submodule(parent_name) if parent_name else model, child, quantized)
-    return len(layers)
+    parent_name, _, child = name.rpartition(".")
+    quantized = FrozenLinear4bit.from_linear(layer, compute_dtype, device)
+    setattr(model.get_submodule(parent_name) if parent_name else model, child, quantized)
 
 
 def one_line(error: BaseException, limit: int = 200) -> str:
