@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import math
 import os
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -246,7 +247,7 @@ class GRPOModule(LightningModule):
 
     def _log_step(self, metrics: dict[str, float], rows: StepRows) -> None:
         seconds = self.phase.seconds
-        total = sum(seconds.values())
+        total = time.perf_counter() - self.phase.step_started  # what lies between the phases included
         tokens = float(rows.everyone.lengths.sum())
         metrics["rollout/logprob_mismatch"] = metrics.pop("train/logprob_mismatch", 0.0)
         metrics["rollout/logprob_mismatch_max"] = metrics.pop("train/logprob_mismatch_max", 0.0)
@@ -254,6 +255,8 @@ class GRPOModule(LightningModule):
         metrics["perf/step_s"] = total
         metrics["perf/tokens_per_sec"] = tokens / total if total else 0.0
         metrics["perf/rollout_tokens_per_sec"] = tokens / seconds["rollout"] if seconds.get("rollout") else 0.0
+        ranks = self.world.gather(self.phase.between_ranks)
+        metrics |= {f"perf/{name}_s": max(rank.get(name, 0.0) for rank in ranks) for name in self.phase.between_ranks}
         metrics |= {f"vram/peak_{phase}_mib": value for phase, value in self.phase.peak_mib.items()}
         for listener in self.phase.listeners:
             metrics |= listener.step_metrics()

@@ -187,7 +187,8 @@ class Passes:
         module, parameters = self.module, self.parameters
         optimizer = module.optimizers()
         assert not isinstance(optimizer, list)
-        module.world.reduce_gradients(flat)
+        with module.phase.with_other_ranks("allreduce"):
+            module.world.reduce_gradients(flat)
         metrics = totals_to_metrics(module.world.merge_totals(totals))
         norm = module.phase.attempt(lambda: _gradient_norm(parameters)) if metrics else torch.zeros(())
         metrics["grad_norm"] = float(norm)

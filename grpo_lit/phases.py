@@ -95,7 +95,9 @@ class PhaseRecorder:
 
     Attributes:
         load: what the running attempt holds at once, or held when it failed.
+        between_ranks: seconds of this step spent in collectives: waiting for the slowest rank, the all-reduce.
         largest_load: the load with the most tokens of the last attempt.
+        step_started: `time.perf_counter` when the step began.
         attempt_started: `time.perf_counter` of its start.
     """
 
@@ -104,6 +106,8 @@ class PhaseRecorder:
         self._phase: Phase = "train"
         self.seconds: dict[Phase, float] = {}
         self.peak_mib: dict[Phase, float] = {}
+        self.between_ranks: dict[str, float] = {}
+        self.step_started = 0.0
         self.load = self.largest_load = Load()
         self.attempt_started = 0.0
 
@@ -122,6 +126,8 @@ class PhaseRecorder:
         """Start a new step."""
         self.seconds.clear()
         self.peak_mib.clear()
+        self.between_ranks.clear()
+        self.step_started = time.perf_counter()
 
     def hold(self, rows: int, tokens: int) -> None:
         """Say what the next forward holds."""
@@ -147,6 +153,20 @@ class PhaseRecorder:
         self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
         for callback in listeners:
             callback.on_phase_end(trainer, self._module, phase, seconds)
+
+    @contextmanager
+    def with_other_ranks(self, what: str) -> Iterator[None]:
+        """Time a collective, the waiting for slower ranks included; see `between_ranks`."""
+        if self._module.world.size == 1:
+            yield
+            return
+        if self._cuda:
+            torch.cuda.synchronize(self._module.device)
+        start = time.perf_counter()
+        yield
+        if self._cuda:
+            torch.cuda.synchronize(self._module.device)
+        self.between_ranks[what] = self.between_ranks.get(what, 0.0) + time.perf_counter() - start
 
     @property
     def _cuda(self) -> bool:
@@ -182,7 +202,9 @@ class PhaseRecorder:
                 if not is_out_of_memory(raised):
                     raise
                 error = without_frames(raised)
-            if not self._module.world.any(error is not None, self._module.device):
+            with self.with_other_ranks(f"rank_wait_{self._phase}"):
+                failed = self._module.world.any(error is not None, self._module.device)
+            if not failed:
                 return cast(T, result)
             result = None
             self._make_room(undo)

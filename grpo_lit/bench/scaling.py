@@ -146,7 +146,7 @@ def _fit(
         step_s=median("perf/step_s"),
         tokens_per_s=median("perf/tokens_per_sec"),
         allreduce_s=median("perf/allreduce_s") if devices > 1 else 0.0,
-        rank_wait_s=median("perf/rank_wait_s") if devices > 1 else 0.0,
+        rank_wait_s=median("perf/rank_wait_rollout_s") if devices > 1 else 0.0,
     )
 
 
