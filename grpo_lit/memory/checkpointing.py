@@ -50,7 +50,7 @@ class LayerCheckpointing:
         if not self._layers and num_layers != 0:
             raise UserError("model.policy.gradient_checkpointing", True, "false: no layer of this model supports it")
         for index, layer in enumerate(self._layers):
-            layer._gradient_checkpointing_func = _CheckpointedCall(self.offload, index == 0)  # type: ignore[attr-defined]
+            setattr(layer, "_gradient_checkpointing_func", _CheckpointedCall(self.offload, index == 0))  # noqa: B010
         self._count = 0
         self.count = len(self._layers) if num_layers is None else num_layers
 
@@ -100,7 +100,7 @@ def tile_mlps(model: nn.Module, tokens: int) -> int:
     Raises:
         UserError: no layer has one.
     """
-    mlps = [layer.mlp for layer in decoder_layers(model) if isinstance(getattr(layer, "mlp", None), nn.Module)]
+    mlps = [mlp for layer in decoder_layers(model) if isinstance(mlp := getattr(layer, "mlp", None), nn.Module)]
     if not mlps:
         raise UserError("model.policy.mlp_tile_tokens", tokens, "null: the layers of this model have no mlp")
     for mlp in mlps:

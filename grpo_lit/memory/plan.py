@@ -10,7 +10,7 @@ are scored, H hidden, I intermediate, A and K the widths of queries and of keys,
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from grpo_lit.memory.sizes import ModelSizes
@@ -58,6 +58,10 @@ class StepSizes:
     def row_tokens(self) -> int:
         """Longest prompt with its completion."""
         return self.prompt_tokens + self.completion_tokens
+
+    def with_completions(self, tokens: int) -> StepSizes:
+        """The same with another longest completion."""
+        return replace(self, completion_tokens=tokens)
 
 
 @dataclass(frozen=True)
