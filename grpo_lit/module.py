@@ -24,6 +24,7 @@ from torchmetrics import MeanMetric
 
 from grpo_lit import checkpoint as ckpt
 from grpo_lit.errors import UserError
+from grpo_lit.kernels import dispatch
 from grpo_lit.lora import LoRAConfig
 from grpo_lit.loss import LossConfig
 from grpo_lit.model_source import resolve_model_source
@@ -81,6 +82,8 @@ class GRPOModule(LightningModule):
         max_grad_norm: gradients are scaled down to this norm; null is off.
         validation: how held-out prompts are answered.
         log_completions: completions per step shown in the text table of the logger.
+        kernels: implementation of single ops, op to triton or torch, where the device's default is not wanted;
+            ``perf/kernel_<op>`` shows what ran (1 for triton).
     """
 
     def __init__(
@@ -101,6 +104,7 @@ class GRPOModule(LightningModule):
         max_grad_norm: float | None = 1.0,
         validation: ValidationConfig = ValidationConfig(),  # noqa: B008
         log_completions: int = 8,
+        kernels: dict[str, str] | None = None,
     ) -> None:
         super().__init__()
         from grpo_lit.rewards import resolve_reward
@@ -139,6 +143,7 @@ class GRPOModule(LightningModule):
         self.optimizer_callable, self.lr_schedule = optimizer, lr_schedule
         self.validation_config = validation
         self.log_completions = log_completions
+        self.kernels = dispatch.check_overrides(kernels or {}, "model.kernels")
         self.policy: Policy | None = None
         self.rollout_step = 0
         self.guard = NonFiniteGuard()
@@ -178,6 +183,7 @@ class GRPOModule(LightningModule):
         del stage
         if self.trainer.precision != "32-true":
             raise UserError("trainer.precision", self.trainer.precision, "32-true: model.policy.dtype sets the format")
+        dispatch.set_impl(self.kernels, "model.kernels", self.trainer.strategy.root_device)
 
     def configure_model(self) -> None:
         """Load the model onto this rank's device."""
@@ -260,6 +266,7 @@ class GRPOModule(LightningModule):
         metrics |= {f"vram/peak_{phase}_mib": value for phase, value in self.phase.peak_mib.items()}
         for listener in self.phase.listeners:
             metrics |= listener.step_metrics()
+        metrics |= {f"perf/kernel_{op}": float(impl == "triton") for op, impl in dispatch.used_impls().items()}
         metrics["train/nonfinite_skips"] = float(self.guard.skipped)
         metrics["rollout_step"] = self.rollout_step
         metrics["optimizer_step"] = self.trainer.global_step

@@ -56,6 +56,27 @@ def _selected_logprob_kernel(logits, ids, logprobs, normalisers, vocab, BLOCK: t
 
 
 @triton.jit
+def _entropy_kernel(logits, entropies, vocab, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """One program a row: a pass for the maximum, a pass for normaliser and entropy sum."""
+    row = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, BLOCK)
+    top = tl.full((BLOCK,), float("-inf"), tl.float32)
+    for start in range(0, vocab, BLOCK):
+        x = tl.load(logits + row * vocab + start + lane, mask=start + lane < vocab, other=float("-inf"))
+        top = tl.maximum(top, x.to(tl.float32))
+    peak = tl.max(top, 0)
+    total = tl.zeros((BLOCK,), tl.float32)
+    tilt = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, vocab, BLOCK):
+        x = tl.load(logits + row * vocab + start + lane, mask=start + lane < vocab, other=float("-inf"))
+        gap = tl.maximum(x.to(tl.float32) - peak, -1e4)
+        total += tl.exp(gap)
+        tilt += tl.exp(gap) * gap
+    sums = tl.sum(total, 0)
+    tl.store(entropies + row, tl.log(sums) - tl.sum(tilt, 0) / sums)
+
+
+@triton.jit
 def _logits_gradient_kernel(logits, grad, ids, slopes, normalisers, vocab, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """One program a row: reads it again and writes slope (onehot - softmax)."""
     row = tl.program_id(0).to(tl.int64)
@@ -110,9 +131,13 @@ def atomic_token_loss(logp: Tensor, old: Tensor, advantages: Tensor, weights: Te
 
 
 def separate_kernels(
-    logits: Tensor, ids: Tensor, old: Tensor, advantages: Tensor, weights: Tensor
+    logits: Tensor, ids: Tensor, old: Tensor, advantages: Tensor, weights: Tensor, *, entropy: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """(loss, logits' gradient) by three kernels: selected log-prob, token loss, gradient of the logits."""
+    """(loss, logits' gradient) by separate kernels: selected log-prob, token loss, gradient of the logits.
+
+    These read the logits three times (maximum, sum, gradient) and write them once; with ``entropy`` a kernel of
+    its own reads them twice more.
+    """
     from grpo_lit.kernels._triton.token_loss import token_loss
     from grpo_lit.kernels.token_terms import TokenScalars
 
@@ -122,6 +147,8 @@ def separate_kernels(
     launch: dict[str, Any] = {"BLOCK": 2048, "num_warps": 8}
     _selected_logprob_kernel[(ids.numel(),)](logits, ids, logp, normalisers, vocab, **launch)
     loss, slopes = token_loss(logp, old, advantages, weights, None, TokenScalars())
+    if entropy:
+        _entropy_kernel[(ids.numel(),)](logits, torch.empty_like(logp), vocab, **launch)
     _logits_gradient_kernel[(ids.numel(),)](logits, grad, ids, slopes, normalisers, vocab, **launch)
     return loss, grad
 

@@ -106,6 +106,11 @@ def logits_case(
             logits,
             None,
         ),
+        "ours, half masked, untouched": (
+            lambda z: fused_logits_grpo(z, ids, old, advantages, half, masked_rows="untouched", impl="triton"),
+            logits,
+            None,
+        ),
         "eager": (lambda z: baselines.eager_logits_loss(z, ids, old, advantages, weights), logits, None),
     }
     if compiled:
@@ -125,7 +130,7 @@ def logits_case(
         if prepare is not None:
             prepare()
         (grad,) = torch.autograd.grad(loss(leaf), leaf)
-        if name != "ours, half masked":
+        if "half masked" not in name:
             errors[name] = _relative(grad[:, :t].reshape(n * t, vocab)[rows], true)
         del grad
         candidates += _modes(name, loss, leaf, prepare, modes)
@@ -137,6 +142,10 @@ def logits_case(
         flat = logits.detach()
         candidates.append(
             Candidate("three kernels", "full", lambda: loss_and_grad(flat, ids, old, advantages, weights))
+        )
+        with_entropy = functools.partial(loss_and_grad, entropy=True)
+        candidates.append(
+            Candidate("three kernels + entropy", "full", lambda: with_entropy(flat, ids, old, advantages, weights))
         )
     size = 2 * logits.numel() * logits.element_size()
     label = f"{n * t} x {vocab} {str(dtype).removeprefix('torch.')}"

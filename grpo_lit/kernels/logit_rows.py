@@ -32,12 +32,14 @@ class RowOptions(NamedTuple):
         softcap: bound of a tanh cap, 0 for none.
         vocab_size: columns that are tokens; the padded ones after them get a zero gradient.
         impl: "triton" or "torch".
+        zero_masked: write zeros for the gradient of rows that don't count; otherwise it is left as it was.
     """
 
     temperature: float
     softcap: float
     vocab_size: int
     impl: str
+    zero_masked: bool = True
 
 
 class RowResults(NamedTuple):
@@ -122,6 +124,7 @@ def _run(
             temperature=options.temperature,
             softcap=options.softcap,
             vocab_size=options.vocab_size,
+            zero_masked=options.zero_masked,
         )
         return
     steps = logits.shape[1]
@@ -135,7 +138,20 @@ def _run(
             if buffer.numel():
                 buffer.copy_(result)
         if grad is not None and dz is not None:
+            live = _live(values)
+            if not options.zero_masked and live is not None:
+                dz = torch.where(live[:, None], dz.to(grad.dtype), grad[place])
             grad[place] = dz.to(grad.dtype)
+
+
+def _live(per_row: list[Tensor | None]) -> Tensor | None:
+    """(rows,) bool, the rows that count; None for all."""
+    _, _, weights, _, dlogprobs, dentropy = per_row
+    if weights is not None:
+        return weights != 0
+    if dlogprobs is None:
+        return None
+    return dlogprobs != 0 if dentropy is None else (dlogprobs != 0) | (dentropy != 0)
 
 
 def _reference(
@@ -148,11 +164,9 @@ def _reference(
 ) -> tuple[RowResults, Tensor | None]:
     """The formulas above in plain torch, on (rows, V) logits."""
     old, advantages, weights, ref, dlogprobs, dentropy = per_row
-    live = torch.ones_like(ids, dtype=torch.bool)
-    if weights is not None:
-        live = weights != 0
-    elif dlogprobs is not None:
-        live = dlogprobs != 0 if dentropy is None else (dlogprobs != 0) | (dentropy != 0)
+    live = _live(per_row)
+    if live is None:
+        live = torch.ones_like(ids, dtype=torch.bool)
     # selected before the arithmetic, so that whatever a dead row holds can't reach the results
     z = torch.where(live[:, None], logits[:, : options.vocab_size], 0).to(compute_dtype(logits.dtype))
     squashed = torch.tanh(z / options.softcap) if options.softcap else None

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from grpo_lit.errors import UserError
-from grpo_lit.kernels.dispatch import default_impl
+from grpo_lit.kernels.dispatch import resolve_impl
 
 BLOCK = 64
 
@@ -79,7 +79,7 @@ class Nf4Weight(NamedTuple):
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """(N, K) weights, computed in float32 and rounded once to ``dtype``."""
-        if self.packed.is_cuda and default_impl(self.packed.device) == "triton":
+        if self.packed.is_cuda and resolve_impl("nf4_dequantize", None, self.packed.device) == "triton":
             return torch.ops.grpo_lit.nf4_dequantize(*self, dtype)
         indices = torch.stack([self.packed >> 4, self.packed & 15], dim=1).flatten()
         values = self.code[indices.long()].view(-1, BLOCK) * self.block_scales()[:, None]
@@ -87,7 +87,7 @@ class Nf4Weight(NamedTuple):
 
     def dequantize_into(self, out: Tensor) -> None:
         """Writes the (N, K) weights into contiguous ``out``, rounded to its dtype."""
-        if self.packed.is_cuda and default_impl(self.packed.device) == "triton":
+        if self.packed.is_cuda and resolve_impl("nf4_dequantize", None, self.packed.device) == "triton":
             from grpo_lit.kernels._triton.nf4_matmul import dequantize
 
             dequantize(self, out.dtype, out)

@@ -193,8 +193,8 @@ def test_ops_are_registered_right():
     head = (0.8, 0.0, 4, "torch", False)
     ops = torch.ops.grpo_lit
     calls = [
-        (ops.fused_logits_grpo, (logits, *rows, 0.8, 0.0, 40, "torch", True, True)),
-        (ops.fused_logits_grpo_, (logits.clone(), *rows, 0.8, 0.0, 40, "torch", True)),
+        (ops.fused_logits_grpo, (logits, *rows, 0.8, 0.0, 40, "torch", True, True, True)),
+        (ops.fused_logits_grpo_, (logits.clone(), *rows, 0.8, 0.0, 40, "torch", True, True)),
         (ops.linear_logprobs, (hidden, weight, rows[0], bias, *head, True)),
         (ops.linear_logprobs_backward, (hidden, weight, rows[0], bias, flat[0], flat[1], *head, [True] * 3)),
         (ops.fused_linear_grpo, (hidden, weight, bias, *rows, *head, True, [True] * 3)),

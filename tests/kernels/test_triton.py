@@ -1,4 +1,4 @@
-"""Runs triton_cases.py where Triton can run: interpreted on the CPU, compiled on a GPU."""
+"""Runs triton_cases.py and train_cases.py where Triton can run: interpreted on the CPU, compiled on a GPU."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
-CASES = Path(__file__).with_name("triton_cases.py")
+FOLDER = Path(__file__).parent
 
 
+@pytest.mark.parametrize("cases", ["triton_cases.py", "train_cases.py"])
 @pytest.mark.parametrize("where", ["interpreter", pytest.param("gpu", marks=pytest.mark.gpu)])
-def test_triton_kernels(where):
+def test_triton_kernels(where, cases):
     # A process of its own: the interpreter must be on before Triton is first imported.
     pytest.importorskip("triton", reason="Triton has no build for this machine")
     env = os.environ | {"TRITON_INTERPRET": "1" if where == "interpreter" else "0", "OMP_NUM_THREADS": "1"}
@@ -29,7 +30,9 @@ def test_triton_kernels(where):
         "no:cacheprovider",
         "-o",
         "addopts=",
-        str(CASES),
+        "-o",
+        f"pythonpath={FOLDER}",
+        str(FOLDER / cases),
     ]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
