@@ -1,0 +1,191 @@
+"""SENT on the real commands: the cache survives kills, and a run serves its order on any ranks, killed or not."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+WORKER = Path(__file__).with_name("forked_commands.py")
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+class Commands:
+    """Commands in forked children, which a test may kill."""
+
+    def __init__(self, folder: Path) -> None:
+        self.log = folder / "log.txt"
+        self.process = subprocess.Popen(
+            [sys.executable, str(WORKER)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            cwd=folder,
+            env=ENVIRONMENT,
+            text=True,
+        )
+
+    def start(self, arguments: list[str]) -> int:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps({"arguments": arguments, "log": str(self.log)}) + "\n")
+        self.process.stdin.flush()
+        return int(self.process.stdout.readline())
+
+    def wait(self) -> int:
+        """Exit status; minus the signal of a killed child."""
+        assert self.process.stdout is not None
+        return os.waitstatus_to_exitcode(int(self.process.stdout.readline()))
+
+    def run(self, arguments: list[str]) -> None:
+        self.start(arguments)
+        code = self.wait()
+        assert code == 0, self.log.read_text()[-3000:]
+
+
+@pytest.fixture(scope="module")
+def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
+    found = Commands(tmp_path_factory.mktemp("commands"))
+    yield found
+    found.process.communicate(timeout=20)
+
+
+def arguments(model: Path, *extra: str) -> list[str]:
+    """30 prompts in two stages of 15, 4 a step."""
+    return [
+        f"--model.policy.path={model}",
+        "--model.policy.dtype=fp32",
+        "--data=MathDataModule",
+        "--data.dataset=arithmetic",
+        '--data.dataset_options={"high": 5}',
+        "--data.prompt_template={question}=",
+        "--data.prompts_per_step=4",
+        "--data.val_prompts=6",
+        "--model.rollout.group_size=4",
+        "--model.rollout.sampling.max_completion_length=2",
+        "--model.validation.sampling={temperature: 1.0, max_completion_length: 2}",
+        "--model.lora.rank=4",
+        "--model.micro_batch_size=16",
+        "--trainer.accelerator=cpu",
+        "--trainer.logger=false",
+        *extra,
+    ]
+
+
+def sent_arguments(model: Path, output: Path) -> list[str]:
+    extra = [f"--sent.output={output}", "--sent.samples=3", "--sent.prompts_per_batch=2"]
+    return ["sent", *arguments(model, *extra)]
+
+
+def fit_arguments(model: Path, cache: Path, root: Path, *extra: str) -> list[str]:
+    own = [f"--data.sent_cache={cache}", f"--trainer.default_root_dir={root}", "--trainer.val_check_interval=1000"]
+    return ["fit", *arguments(model, *own, "--trainer.max_steps=8", *extra)]
+
+
+@pytest.fixture(scope="module")
+def cache(commands: Commands, tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("cache") / "sent.jsonl"
+    commands.run(sent_arguments(tiny_llama, output))
+    return output
+
+
+def entries(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()[1:]]
+
+
+def served(root: Path) -> list[list[int]]:
+    """Dataset rows of each step, in order."""
+    files = sorted((root / "completions").glob("*.jsonl"))
+    return [list(dict.fromkeys(json.loads(line)["prompt_index"] for line in f.read_text().splitlines())) for f in files]
+
+
+def test_cache_goes_from_easy_to_hard_with_table_and_figure(cache: Path, commands: Commands, tiny_llama: Path) -> None:
+    found = entries(cache)
+    assert len(found) == 30
+    keys = [(e["entropy"], -e["pass_rate"], e["index"]) for e in found]
+    assert keys == sorted(keys)
+    assert len({e["entropy"] for e in found}) == 3
+    table = cache.with_suffix(".md").read_text()
+    assert "semantic entropy of 30 prompts, 3 answers each" in table
+    assert cache.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    before = cache.read_bytes()
+    commands.run(sent_arguments(tiny_llama, cache))
+    assert "is complete already" in commands.log.read_text()
+    assert cache.read_bytes() == before
+
+
+def test_cache_killed_ten_times_ends_the_same(
+    cache: Path, commands: Commands, tiny_llama: Path, tmp_path: Path
+) -> None:
+    draw = random.Random(7)
+    begin = time.monotonic()
+    commands.run(sent_arguments(tiny_llama, tmp_path / "timed.jsonl"))
+    whole = time.monotonic() - begin
+    kills = number = 0
+    while kills < 10:
+        output = tmp_path / f"{number}.jsonl"
+        number += 1
+        while not output.exists():
+            pid = commands.start(sent_arguments(tiny_llama, output))
+            if kills < 10:
+                time.sleep(draw.uniform(0.3, 1.0) * whole)
+                with suppress(ProcessLookupError):  # it was through already
+                    os.kill(pid, signal.SIGKILL)
+            status = commands.wait()
+            assert status in (0, -signal.SIGKILL), commands.log.read_text()[-3000:]
+            kills += status != 0
+        assert output.read_bytes() == cache.read_bytes()
+    assert commands.log.read_text().count("going on after") >= 3, "no kill fell into the sampling"
+
+
+def test_first_epoch_is_the_low_entropy_half_on_one_rank_and_on_two(
+    cache: Path, commands: Commands, tiny_llama: Path, tmp_path: Path
+) -> None:
+    order = [entry["index"] for entry in entries(cache)]
+    one = tmp_path / "one"
+    commands.run(fit_arguments(tiny_llama, cache, one))
+    steps = served(one)
+    assert [len(step) for step in steps] == [4, 4, 4, 3] * 2
+    assert sum(steps[:4], []) == order[:15]
+    assert sum(steps[4:], []) == order[15:]
+    two = tmp_path / "two"
+    ranks = ["--trainer.devices=2", "--trainer.strategy=ddp"]
+    command = [sys.executable, "-m", "grpo_lit", *fit_arguments(tiny_llama, cache, two, *ranks)]
+    result = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=200)
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert served(two) == steps
+
+
+def test_five_kills_and_still_each_prompt_once_an_epoch(
+    cache: Path, commands: Commands, tiny_llama: Path, tmp_path: Path
+) -> None:
+    """Uneven stages: 15 prompts are no whole number of steps, and both epochs end in a smaller one."""
+    order = [entry["index"] for entry in entries(cache)]
+    draw, root = random.Random(3), tmp_path / "run"
+    run = fit_arguments(tiny_llama, cache, root, "--trainer.max_steps=8")
+    for kill, after in enumerate((1, 2, 4, 5, 7)):
+        more = ["--ckpt_path=last"] if kill else []
+        pid = commands.start([*run, *more])
+        limit = time.monotonic() + 60
+        while not (root / "completions" / f"step_{after:06d}.jsonl").exists() and time.monotonic() < limit:
+            time.sleep(0.002)
+        time.sleep(draw.uniform(0, 0.08))
+        os.kill(pid, signal.SIGKILL)
+        assert commands.wait() == -signal.SIGKILL, commands.log.read_text()[-3000:]
+    commands.run([*run, "--ckpt_path=last"])
+    steps = served(root)
+    assert sum(steps, []) == order
+    assert len(steps) == 8
+    undisturbed = tmp_path / "whole"
+    commands.run(fit_arguments(tiny_llama, cache, undisturbed, "--trainer.max_steps=8"))
+    for file in sorted((undisturbed / "completions").glob("*.jsonl")):
+        assert (root / "completions" / file.name).read_text() == file.read_text()
