@@ -7,7 +7,12 @@ from collections.abc import Sequence
 
 from grpo_lit.errors import UserError
 
-BENCHMARKS = {"kernels": "grpo_lit.bench.kernels", "scaling": "grpo_lit.bench.scaling"}
+BENCHMARKS = {
+    "kernels": "grpo_lit.bench.kernels",
+    "memory": "grpo_lit.bench.memory",
+    "rollout": "grpo_lit.bench.rollout",
+    "scaling": "grpo_lit.bench.scaling",
+}
 
 
 def main(argv: Sequence[str]) -> int:

@@ -1,8 +1,8 @@
 """End of a decode step: note each row's token, see whether it ended, and set the row up for the next step.
 
-For every slot i with ``position[i] >= 0`` (a row in flight), with r = row[i], c = count[i], t = token id just sampled::
+For every slot i with ``position[i] >= 0`` (a row in flight), r = row[i], c = num_drawn[i] and t the token just sampled::
 
-    out_ids[r, c] = t,   out_logprobs[r, c] = log-prob of t,   count[i] = c + 1
+    out_ids[r, c] = t,   out_logprobs[r, c] = log-prob of t,   num_drawn[i] = c + 1
     ended       = t is an EOS, or c + 1 = T
     position[i] = -1 if ended else position[i] + 1
     length[i]   = position[i] + 1                            what attention reads in the next step, 0 once ended
@@ -30,7 +30,7 @@ class RowState(NamedTuple):
         token: (S,) long, the token each slot feeds next.
         position: (S,) int32, its position; negative where the slot is idle.
         length: (S,) int32, position + 1.
-        count: (S,) int32, tokens sampled so far.
+        num_drawn: (S,) int32, tokens sampled so far.
         row: (S,) int32, number of the row in the slot.
         uniform: (S,) float64, the number the next token is drawn with.
         table: (N + 1, T) float64, all such numbers; the last row of this and the next two is spare.
@@ -41,7 +41,7 @@ class RowState(NamedTuple):
     token: Tensor
     position: Tensor
     length: Tensor
-    count: Tensor
+    num_drawn: Tensor
     row: Tensor
     uniform: Tensor
     table: Tensor
@@ -50,7 +50,7 @@ class RowState(NamedTuple):
 
     def first(self, num_slots: int) -> RowState:
         """Views of the first slots; the rows stay whole."""
-        return RowState(*(tensor[:num_slots] for tensor in self[:6]), *self[6:])
+        return RowState(*[*(tensor[:num_slots] for tensor in self[:6]), *self[6:]])
 
 
 def advance_rows(
@@ -77,13 +77,13 @@ def _advance_reference(ids: Tensor, logprobs: Tensor, state: RowState, eos_token
     spare, width = state.table.shape[0] - 1, state.table.shape[1]
     active = state.position >= 0
     row = torch.where(active, state.row.long(), spare)
-    at = row * width + state.count.long().clamp_max(width - 1)  # (S,)
+    at = row * width + state.num_drawn.long().clamp_max(width - 1)  # (S,)
     state.out_ids.view(-1).index_copy_(0, at, ids)
     state.out_logprobs.view(-1).index_copy_(0, at, logprobs)
-    count = state.count + active.to(state.count.dtype)
+    count = state.num_drawn + active.to(state.num_drawn.dtype)
     ended = torch.isin(ids, eos_token_ids) | (count >= width)
     state.position.copy_(torch.where(active & ~ended, state.position + 1, -1))
     state.length.copy_(state.position + 1)
-    state.count.copy_(count)
+    state.num_drawn.copy_(count)
     state.token.copy_(torch.where(active, ids, state.token))
     state.uniform.copy_(state.table[row, count.long().clamp_max(width - 1)])

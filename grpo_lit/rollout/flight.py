@@ -156,7 +156,7 @@ class Flight:
             (state.token, tokens),
             (state.position, positions),
             (state.length, positions + 1),
-            (state.count, zero),
+            (state.num_drawn, zero),
             (state.row, rows),
             (state.uniform, state.table[rows, 0]),
             (self._buffers.page_table, torch.tensor(tables, device=device)),

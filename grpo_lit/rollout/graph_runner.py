@@ -33,7 +33,7 @@ class DecodeBuffers:
             token=torch.zeros(slots, dtype=torch.long, device=device),
             position=self.status[0],
             length=torch.zeros(slots, dtype=torch.int32, device=device),
-            count=self.status[1],
+            num_drawn=self.status[1],
             row=torch.full((slots,), plan.num_rows, dtype=torch.int32, device=device),
             uniform=torch.zeros(slots, dtype=torch.float64, device=device),
             table=torch.zeros(rows, width, dtype=torch.float64, device=device),
@@ -96,7 +96,7 @@ class GraphRunner:
         current, side = torch.cuda.current_stream(), torch.cuda.Stream()
         side.wait_stream(current)
         with torch.cuda.stream(side):
-            graph.capture_begin(pool=self._pool.id, capture_error_mode="relaxed")
+            graph.capture_begin(pool=self._pool.id, capture_error_mode="relaxed")  # type: ignore[arg-type]
             try:
                 self._call(num_slots)
             finally:
