@@ -32,7 +32,7 @@ def test_command_help_exits_with_0(command: str, capsys: pytest.CaptureFixture[s
     assert f"grpo-lit {command}" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", sorted(shipped_configs()))
+@pytest.mark.parametrize("name", sorted(set(shipped_configs()) - {"evaluate"}))
 def test_shipped_config_parses_and_says_what_it_trains(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     path = shipped_configs()[name]
     text = path.read_text()

@@ -1,0 +1,129 @@
+"""``grpo-lit evaluate``: models x datasets x protocols, with intervals, resumable, and a report."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from grpo_lit.cli.parser import CLIParser, resolve_config_names
+from grpo_lit.cli.train import quiet_third_parties
+from grpo_lit.errors import UserError
+from grpo_lit.evaluation.config import EvaluateConfig
+from grpo_lit.evaluation.models import ResolvedModel, pick_device, resolve_model
+from grpo_lit.evaluation.report import write_reports
+from grpo_lit.evaluation.runner import cells_of, engine_name, run_evaluation
+from grpo_lit.evaluation.store import ResultStore, write_text
+from grpo_lit.evaluation.summary import Summary, summarise, write_tables
+from grpo_lit.evaluation.tasks import Task, check_selection, complete_config, load_tasks
+from grpo_lit.evaluation.versions import versions
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Parse, evaluate what is missing, and write tables and reports."""
+    quiet_third_parties()
+    config = parse(arguments)
+    device = pick_device(config.device)
+    complete_config(config)
+    models = {label: resolve_model(label, entry, device) for label, entry in config.models.items()}
+    tasks = load_tasks(config)
+    check_selection(config.select_by, tasks, allow_on_test=config.allow_selection_on_test)
+    folder = Path(config.output)
+    if config.overwrite and (folder / "cells.json").exists():
+        print(f"the earlier results in {folder} are kept in {set_aside(folder)}")
+    store = ResultStore(folder)
+    with store.opened():
+        write_run_config(folder, config, models, tasks, engine_name(config, device))
+        run_evaluation(config, models, tasks, store, lambda text: print(text, flush=True))
+        cells = [cell for label in models for cell in cells_of(config, label, tasks)]
+        summary = summarise(cells, store, confidence=config.confidence, seed=config.seed)
+        write_tables(summary, folder)
+        if config.select_by is not None:
+            write_text(folder / "selection.json", json.dumps(select(config.select_by, summary, tasks), indent=1) + "\n")
+        write_reports(folder, summary, store, tasks)
+    print("\n".join(short_text(summary)))
+    print(f"report: {folder / 'report.html'} (report.md, summary.csv, paired.csv, generations.jsonl, verdicts.jsonl)")
+    return 0
+
+
+def parse(arguments: Sequence[str]) -> EvaluateConfig:
+    """The settings of the command line and its config file."""
+    parser = CLIParser(prog="grpo-lit evaluate", description="Evaluate models on datasets, with intervals.")
+    parser.add_argument("--config", action="config", help="YAML file, or the name of a shipped configuration.")
+    parser.add_class_arguments(EvaluateConfig, None, instantiate=False)
+    given = parser.parse_args(resolve_config_names(_flags(arguments)))
+    settings = parser.instantiate_classes(given).as_dict()
+    settings.pop("config", None)
+    return EvaluateConfig(**settings)
+
+
+def _flags(arguments: Sequence[str]) -> list[str]:
+    """Let the two switches stand alone, with hyphens, as people type them."""
+    fixed: list[str] = []
+    for index, argument in enumerate(arguments):
+        name = argument.replace("--allow-selection-on-test", "--allow_selection_on_test")
+        following = arguments[index + 1] if index + 1 < len(arguments) else "--"
+        bare = name in ("--allow_selection_on_test", "--overwrite") and following.startswith("--")
+        fixed.append(f"{name}=true" if bare else name)
+    return fixed
+
+
+def set_aside(folder: Path) -> Path:
+    """Move the results of a folder into ``<folder>.1``, ``.2``, ..."""
+    number = 1
+    while (target := folder.with_name(f"{folder.name}.{number}")).exists():
+        number += 1
+    folder.rename(target)
+    return target
+
+
+def write_run_config(
+    folder: Path, config: EvaluateConfig, models: dict[str, ResolvedModel], tasks: Sequence[Task], engine: str
+) -> None:
+    """``run_config.json``: resolved settings, models, datasets and versions. Its date is that of the first run."""
+    path = folder / "run_config.json"
+    record: dict[str, Any] = {
+        "settings": asdict(config),
+        "models": {label: model.fingerprint() for label, model in models.items()},
+        "datasets": {
+            task.label: {"source": task.source, "problems": len(task.rows), "final_test": task.final_test}
+            for task in tasks
+        },
+        "engine": engine,
+        "versions": versions(),
+    }
+    earlier = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    record["started"] = earlier.get("started", datetime.now(timezone.utc).isoformat(timespec="seconds"))
+    write_text(path, json.dumps(record, indent=1) + "\n")
+
+
+def select(select_by: str, summary: Summary, tasks: Sequence[Task]) -> dict[str, Any]:
+    """The best model by one metric of one dataset; the last protocol decides where there are two.
+
+    Raises:
+        UserError: no such metric.
+    """
+    label, _, metric = select_by.partition("/")
+    scores = {
+        cell.model: cell.metrics[metric].value
+        for cell in summary.cells
+        if cell.dataset == label and metric in cell.metrics
+    }
+    if not scores:
+        known = sorted({name for cell in summary.cells if cell.dataset == label for name in cell.metrics})
+        raise UserError("select_by", select_by, f"a metric of {label}: {', '.join(known)}")
+    on_test = any(task.final_test for task in tasks if task.label == label)
+    best = max(scores, key=lambda name: scores[name])
+    return {"selected": best, "by": select_by, "scores": scores, "selected_on_final_test": on_test}
+
+
+def short_text(summary: Summary) -> list[str]:
+    """A line per cell: pass@1 with its interval."""
+    return [
+        f"{cell.model:<12} {cell.dataset:<14} {cell.protocol:<14} pass@1 {value:.3f} [{low:.3f}, {high:.3f}]"
+        for cell in summary.cells
+        for value, low, high in [cell.metrics["pass@1"]]
+    ]

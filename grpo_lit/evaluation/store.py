@@ -1,0 +1,139 @@
+"""Results on disk: JSON lines appended example by example, so that a killed evaluation loses at most one batch."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from grpo_lit.errors import SystemFault, UserError
+
+Record = dict[str, Any]
+GENERATIONS, VERDICTS, TIMINGS = "generations.jsonl", "verdicts.jsonl", "timings.jsonl"
+CELLS, EXAMPLES = "cells.json", "examples.jsonl"
+
+
+class SampleKey(NamedTuple):
+    """What identifies one answer."""
+
+    model: str
+    dataset: str
+    protocol: str
+    example: int
+    sample: int
+
+
+def key_of(record: Record) -> SampleKey:
+    """The key of a record of generations or verdicts."""
+    return SampleKey(*(record[name] for name in SampleKey._fields))
+
+
+class ResultStore:
+    """The folder of an evaluation.
+
+    ``generations.jsonl`` holds every answer, ``verdicts.jsonl`` what was made of it, in the same order, a line a
+    sample; the lines of an example go to disk in one write. A line torn by a kill is cut off when the folder is opened,
+    and only what is missing is written again. ``timings.jsonl`` holds what depends on the clock, and nothing else does.
+
+    Args:
+        folder: made if missing.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.generations = _Lines(folder / GENERATIONS)
+        self.verdicts = _Lines(folder / VERDICTS)
+        self.timings = _Lines(folder / TIMINGS)
+
+    @contextmanager
+    def opened(self) -> Iterator[ResultStore]:
+        """Hold the folder for this process and read what is in it.
+
+        Raises:
+            UserError: another process evaluates into it.
+            SystemFault: it can't be written.
+        """
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            file = os.open(self.folder / "evaluation.lock", os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise SystemFault(f"output={str(self.folder)!r} can't be written: {error.strerror}") from error
+        try:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise UserError("output", str(self.folder), "a folder that no other evaluation is using") from error
+            for lines in (self.generations, self.verdicts, self.timings):
+                lines.read()
+            yield self
+        finally:
+            os.close(file)
+
+    def check_cell(self, name: str, fingerprint: Record) -> None:
+        """Refuse to mix results of different settings under one name.
+
+        Raises:
+            UserError: earlier results of this name were made otherwise.
+        """
+        path = self.folder / CELLS
+        cells: Record = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        plain = json.loads(json.dumps(fingerprint))
+        if name in cells and cells[name] != plain:
+            differing = sorted(
+                key for key in plain.keys() | cells[name].keys() if plain.get(key) != cells[name].get(key)
+            )
+            accepted = f"another folder, or --overwrite true: {name} was made with other {', '.join(differing)}"
+            raise UserError("output", str(self.folder), accepted)
+        if name not in cells:
+            write_text(path, json.dumps({**cells, name: plain}, indent=1, sort_keys=True) + "\n")
+
+
+class _Lines:
+    """A file of JSON lines, appended and flushed."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.records: list[Record] = []
+
+    def read(self) -> None:
+        """Read all whole lines, and cut off a torn last one."""
+        self.records = []
+        if not self.path.is_file():
+            return
+        raw = self.path.read_bytes()
+        whole = raw[: raw.rfind(b"\n") + 1]
+        if len(whole) < len(raw):
+            with self.path.open("r+b") as file:
+                file.truncate(len(whole))
+        self.records = [json.loads(line) for line in whole.decode("utf-8").split("\n") if line]
+
+    def append(self, records: Sequence[Record]) -> None:
+        """Append records in one write and flush them to disk.
+
+        Raises:
+            SystemFault: the disk is full.
+        """
+        data = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records).encode()
+        try:
+            with self.path.open("ab", buffering=0) as file:
+                while data:
+                    data = data[file.write(data) or 0 :]
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise SystemFault(f"{self.path} can't be written: {error.strerror}") from error
+        self.records.extend(records)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file whole: beside its name first, then renamed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tmp = path.with_name(f".{path.name}.tmp")
+    with tmp.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    tmp.replace(path)

@@ -1,0 +1,189 @@
+"""The datasets of an evaluation: rows, prompts, judges, and which of them may not select a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from grpo_lit.datamodules.datasets import DATASETS, Row, dataset_spec, load_rows
+from grpo_lit.errors import UserError
+from grpo_lit.evaluation.config import FINAL_TESTS, TIERS, DatasetEntry, EvaluateConfig, ModelEntry, safe_name
+from grpo_lit.evaluation.models import read_run_config
+from grpo_lit.prompts import PromptEncoder, prefilled_tail
+from grpo_lit.rewards import resolve_reward
+
+
+@dataclass
+class Task:
+    """One dataset, ready to be rendered for any tokenizer."""
+
+    label: str
+    rows: list[Row]
+    """With question, answer and ``index``, the row's number in its dataset."""
+    template: str
+    system_prompt: str | None
+    chat_template: bool | None
+    judge: str
+    format: str | None
+    final_test: bool
+    source: str
+    """In words."""
+    length_of_run: int | None = None
+    """Completion length of the run whose held-out prompts these are."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """What the prompts depend on; part of the fingerprint of results."""
+
+    def render(self, row: Row, encoder: PromptEncoder) -> str:
+        """The prompt text of a row."""
+        user = self.template.replace("{question}", row["question"])
+        use_chat = encoder.has_chat_template if self.chat_template is None else self.chat_template
+        if not use_chat:
+            return user if self.system_prompt is None else f"{self.system_prompt}\n\n{user}"
+        if not encoder.has_chat_template:
+            raise UserError("chat_template", True, "null or false: this tokenizer has no chat template")
+        system = [] if self.system_prompt is None else [{"role": "system", "content": self.system_prompt}]
+        return encoder.render_chat([*system, {"role": "user", "content": user}])
+
+    def format_of(self, prompt: str) -> str | None:
+        """The reward function that judges the format of answers to a prompt."""
+        if self.format is not None:
+            return self.format
+        if prefilled_tail(prompt):
+            return "think_format"
+        return "boxed_format" if "\\boxed" in self.template else None
+
+
+def complete_config(config: EvaluateConfig) -> EvaluateConfig:
+    """Add what ``run`` and ``tier`` stand for to the models and datasets, and check the names.
+
+    Raises:
+        UserError: nothing to evaluate, or a name that can't be one.
+    """
+    if config.run is not None:
+        for which in ("base", "final", "best"):
+            config.models.setdefault(which, ModelEntry(run=config.run, which=which))  # type: ignore[arg-type]
+        config.datasets.setdefault("held_out", DatasetEntry(run=config.run))
+    elif not config.datasets and config.tier is not None:
+        names = [name for name in TIERS[config.tier].datasets if name in DATASETS]
+        config.datasets = {name: DatasetEntry() for name in names}
+    if not config.models:
+        raise UserError("models", {}, "at least one model, or run: a run folder")
+    if not config.datasets:
+        raise UserError("datasets", {}, f"at least one dataset, a run folder, or tier: {', '.join(TIERS)}")
+    for label in config.models:
+        safe_name(label, "models")
+    for label in config.datasets:
+        safe_name(label, "datasets")
+    return config
+
+
+def load_tasks(config: EvaluateConfig) -> list[Task]:
+    """Read every dataset.
+
+    Raises:
+        UserError: a missing file or a bad row.
+        SystemFault: the hub can't be reached.
+    """
+    tasks = [_load_task(config, label, entry) for label, entry in config.datasets.items()]
+    for task in tasks:
+        resolve_reward(task.judge, argument=f"datasets.{task.label}.judge")
+        if task.format is not None:
+            resolve_reward(task.format, argument=f"datasets.{task.label}.format")
+        if not task.rows:
+            raise UserError(f"datasets.{task.label}", task.source, "at least one row")
+    return tasks
+
+
+def _load_task(config: EvaluateConfig, label: str, entry: DatasetEntry) -> Task:
+    limit = entry.limit or config.limit
+    if entry.run is not None:
+        task = _held_out(label, entry, config)
+        task.rows = task.rows[:limit]
+        return task
+    name = entry.name or label
+    spec = dataset_spec(name)
+    split = entry.split or ("test" if "test" in spec.splits else spec.splits[0])
+    path = entry.path or _local_file(config.data_dir, name, split)
+    rows = load_rows(
+        name,
+        split=split if path is None else entry.split,
+        path=path,
+        options=entry.options,
+        columns=entry.columns,
+        argument=f"datasets.{label}.path",
+    )
+    final_test = name in FINAL_TESTS and not (name == "gsm8k" and split == "train")
+    template = entry.prompt_template or config.prompt_template
+    if "{question}" not in template:
+        raise UserError("prompt_template", template, "a text that contains {question}")
+    return Task(
+        label,
+        [{**row, "index": index} for index, row in enumerate(rows)][:limit],
+        template,
+        config.system_prompt,
+        config.chat_template,
+        entry.judge or "math_accuracy",
+        entry.format,
+        final_test if entry.final_test is None else entry.final_test,
+        path or f"{spec.hub or name} ({split})",
+        settings={"name": name, "split": split, "path": path, "options": entry.options},
+    )
+
+
+def _local_file(folder: str | None, name: str, split: str) -> str | None:
+    """File of a dataset in the folder of local files, where there is one."""
+    if folder is None:
+        return None
+    if not Path(folder).is_dir():
+        raise UserError("data_dir", folder, "an existing folder")
+    stems = (f"{name}_{split}", name)
+    found = [Path(folder) / f"{stem}.{end}" for stem in stems for end in ("jsonl", "json", "parquet")]
+    return next((str(path) for path in found if path.is_file()), None)
+
+
+def _held_out(label: str, entry: DatasetEntry, config: EvaluateConfig) -> Task:
+    """The validation prompts of a run, with its template and its first reward function."""
+    from grpo_lit.datamodules import MathDataModule
+
+    assert entry.run is not None
+    settings = read_run_config(entry.run, argument=f"datasets.{label}.run")
+    data = settings["data"].get("init_args", settings["data"])
+    datamodule = MathDataModule(**data)
+    rows = datamodule.load()[1]
+    if not rows:
+        raise UserError(f"datasets.{label}.run", entry.run, "a run with held-out prompts (data.val_prompts above 0)")
+    validation = settings["model"].get("validation") or {}
+    sampling = validation.get("sampling") or {}
+    return Task(
+        label,
+        list(rows),
+        entry.prompt_template or data.get("prompt_template") or config.prompt_template,
+        data.get("system_prompt"),
+        data.get("chat_template"),
+        entry.judge or settings["model"]["rewards"][0],
+        entry.format,
+        bool(entry.final_test),
+        f"held-out prompts of {entry.run}",
+        length_of_run=sampling.get("max_completion_length"),
+        settings={"run_data": data},
+    )
+
+
+def check_selection(select_by: str | None, tasks: Sequence[Task], *, allow_on_test: bool) -> None:
+    """Refuse to choose a model by a final test set: its score would no longer be that of an unseen test.
+
+    Raises:
+        UserError: ``select_by`` names no dataset of these, or a final test set without the permission.
+    """
+    if select_by is None:
+        return
+    label, _, metric = select_by.partition("/")
+    chosen = [task for task in tasks if task.label == label]
+    if not chosen or not metric:
+        accepted = f"DATASET/METRIC with one of {', '.join(task.label for task in tasks)}, such as held_out/pass@1"
+        raise UserError("select_by", select_by, accepted)
+    if chosen[0].final_test and not allow_on_test:
+        accepted = "a validation set: this is a final test set; --allow-selection-on-test selects by it all the same"
+        raise UserError("select_by", select_by, accepted)

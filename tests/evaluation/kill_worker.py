@@ -1,0 +1,54 @@
+"""Kill an evaluation at random points, then let it end: `python kill_worker.py RUN OUTPUT NUMBER`.
+
+The libraries are imported once; each attempt is a forked child that runs the real command and is killed with SIGKILL.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from grpo_lit.cli import main
+from grpo_lit.cli.evaluate import main as _preload  # noqa: F401
+
+
+def attempt(run: str, output: str, kill_after: float | None) -> int:
+    """One run of the command in a child; its exit status, negative where it was killed."""
+    child = os.fork()
+    if child == 0:
+        common = ["--samples=3", "--limit=7", "--batch_size=6", "--temperature=1.0", "--top_p=1.0", "--device=cpu"]
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        os._exit(main(["evaluate", f"--run={run}", f"--output={output}", "--cpu_threads=1", *common]))
+    if kill_after is not None:
+        time.sleep(kill_after)
+        os.kill(child, signal.SIGKILL)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+if __name__ == "__main__":
+    run, output, wanted = sys.argv[1], sys.argv[2], int(sys.argv[3])
+    torch.set_num_threads(1)
+    start = time.monotonic()
+    assert attempt(run, output + ".probe", None) == 0
+    whole = time.monotonic() - start
+    generator = random.Random(7)
+    kills: list[int] = []
+    file = Path(output) / "verdicts.jsonl"
+    while len(kills) < wanted:
+        # late enough that models are loaded, early enough that ten attempts don't finish
+        status = attempt(run, output, whole * generator.uniform(0.1, 0.75))
+        if status == 0:  # complete too early: start over
+            for path in Path(output).iterdir():
+                path.unlink()
+            kills.clear()
+            continue
+        kills.append(file.stat().st_size if file.exists() else 0)
+    assert attempt(run, output, None) == 0
+    print(json.dumps(kills))
