@@ -1,6 +1,6 @@
 """End of a decode step: note each row's token, see whether it ended, and set the row up for the next step.
 
-For every slot i with ``position[i] >= 0`` (a row in flight), r = row[i], c = num_drawn[i] and t the token just sampled::
+For every slot i with ``position[i] >= 0`` (a row in flight), r = row[i], c = num_drawn[i] and t the token drawn::
 
     out_ids[r, c] = t,   out_logprobs[r, c] = log-prob of t,   num_drawn[i] = c + 1
     ended       = t is an EOS, or c + 1 = T
