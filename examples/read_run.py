@@ -15,7 +15,8 @@ def main(root: Path) -> None:
     """Print how the reward moved, the best and the worst completion of the last step, and the adapter's size."""
     trained = [line for line in read_metrics(root / "metrics.jsonl") if "rollout/reward_mean" in line]
     for line in trained[:: max(len(trained) // 5, 1)]:
-        print(f"step {line['step']:>4}  reward {line['rollout/reward_mean']:.3f}  {line['perf/tokens_per_sec']:.0f} tok/s")
+        reward, speed = line["rollout/reward_mean"], line["perf/tokens_per_sec"]
+        print(f"step {line['step']:>4}  reward {reward:.3f}  {speed:.0f} tokens/s")
     last = sorted((root / "completions").glob("step_*.jsonl"))[-1]
     rows = [json.loads(line) for line in last.read_text(encoding="utf-8").splitlines()]
     rows.sort(key=lambda row: row["reward"] if row["reward"] is not None else 0.0)

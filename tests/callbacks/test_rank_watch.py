@@ -12,12 +12,13 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 STEPS = 6
 
 
-def command(model: Path, root: Path, *extra: str) -> list[str]:
+def command(model: Path, root: Path, accelerator: str, *extra: str) -> list[str]:
     return [
         *(sys.executable, "-m", "grpo_lit", "fit"),
         f"--model.policy.path={model}",
@@ -32,7 +33,7 @@ def command(model: Path, root: Path, *extra: str) -> list[str]:
         "--model.lora.rank=4",
         "--model.optimizer=torch.optim.SGD",
         "--model.optimizer.lr=0.001",
-        "--trainer.accelerator=cpu",
+        f"--trainer.accelerator={accelerator}",
         "--trainer.devices=2",
         "--trainer.strategy=ddp",
         "--checkpoint.every_n_rollout_steps=1",
@@ -62,16 +63,35 @@ def rank_one_of(pid: int) -> int:
     raise AssertionError("rank 1 did not start")
 
 
+@pytest.fixture(
+    scope="module",
+    params=[
+        "cpu",
+        pytest.param(
+            "gpu",
+            marks=[
+                pytest.mark.gpu,
+                pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices on one host"),
+            ],
+        ),
+    ],
+)
+def accelerator(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def undisturbed(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def undisturbed(accelerator: str, tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("ranks") / "undisturbed"
-    subprocess.run(command(tiny_llama, root), env=ENVIRONMENT, check=True, capture_output=True, timeout=200)
+    subprocess.run(
+        command(tiny_llama, root, accelerator), env=ENVIRONMENT, check=True, capture_output=True, timeout=200
+    )
     return root
 
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_rank_ends_the_other_and_the_run_goes_on(
-    victim: int, undisturbed: Path, tiny_llama: Path, tmp_path: Path
+    victim: int, accelerator: str, undisturbed: Path, tiny_llama: Path, tmp_path: Path
 ) -> None:
     root, log = tmp_path / "run", tmp_path / "log.txt"
     slow = tmp_path / "slow_rewards.py"  # so that the kill lands inside the run
@@ -84,7 +104,7 @@ def test_a_killed_rank_ends_the_other_and_the_run_goes_on(
     slowly = ("--model.rewards=[math_accuracy,slow_rewards.slow]", "--model.reward_weights=[1, 1]")
     with log.open("w") as file:
         main = subprocess.Popen(
-            command(tiny_llama, root, *slowly), cwd=tmp_path, env=ENVIRONMENT, stdout=file, stderr=file
+            command(tiny_llama, root, accelerator, *slowly), cwd=tmp_path, env=ENVIRONMENT, stdout=file, stderr=file
         )
         pids = {0: main.pid, 1: rank_one_of(main.pid)}
         deadline = time.monotonic() + 120
@@ -100,9 +120,11 @@ def test_a_killed_rank_ends_the_other_and_the_run_goes_on(
     assert re.search(rf"rank:? ?{victim}", log.read_text()), log.read_text()[-2000:]
     assert "Traceback" not in log.read_text()
 
-    resumed = [*command(tiny_llama, root), "--ckpt_path=last"]
+    resumed = [*command(tiny_llama, root, accelerator), "--ckpt_path=last"]
     subprocess.run(resumed, env=ENVIRONMENT, check=True, capture_output=True, timeout=200)
     expected, weights = (load_file(folder / "adapter/adapter_model.safetensors") for folder in (undisturbed, root))
     for name, value in expected.items():
-        assert weights[name].equal(value), name
+        # on the GPU the order of sums may differ from run to run
+        same = weights[name].equal(value) if accelerator == "cpu" else weights[name].allclose(value, atol=1e-6, rtol=0)
+        assert same, name
     assert [line["step"] for line in lines(root)] == [line["step"] for line in lines(undisturbed)]
