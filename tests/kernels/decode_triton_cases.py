@@ -12,8 +12,12 @@ import torch
 
 from grpo_lit.kernels import (
     PAGE,
+    LoraUpdate,
+    Nf4Weight,
+    RmsNorm,
     add_layer_norm,
     add_rms_norm,
+    decode_linear,
     gated_activation,
     paged_attention,
     rope_cache,
@@ -214,3 +218,92 @@ def test_a_draw_does_not_depend_on_its_company():
         alone = sample_token(logits[r : r + 1], uniform[r : r + 1], impl="triton")
         assert torch.equal(alone[0], ids[r : r + 1])
         assert torch.equal(alone[1], logprobs[r : r + 1])
+
+
+def nf4(matrix, nested=True):
+    functional = pytest.importorskip("bitsandbytes.functional", reason="bitsandbytes isn't installed")
+    options = {"quant_type": "nf4", "compress_statistics": nested, "blocksize": 64}
+    return Nf4Weight.from_bitsandbytes(*functional.quantize_4bit(matrix, **options))
+
+
+def true_linear(x, weights, biases, loras, residual, norm, activation):
+    x = x.double()
+    if norm is not None:
+        x = x * (x.square().mean(1, keepdim=True) + norm.eps).rsqrt() * norm.weight.double()
+    outs = []
+    for weight, bias, lora in zip(weights, biases, loras, strict=True):
+        dense = weight.double() if isinstance(weight, torch.Tensor) else weight.dequantize(torch.float64)
+        y = x @ dense.T + (0 if bias is None else bias.double())
+        if lora is not None:
+            y = y + (x @ lora.a.double().T) @ lora.b.double().T * lora.scaling
+        outs.append(y)
+    out = torch.cat(outs, 1) if activation is None else gated_activation(torch.cat(outs, 1), activation)
+    return out + (0 if residual is None else residual.double())
+
+
+def check_linear(rows, width, columns, dtype, *, packed, bias, rank, activation=None, residual=False, norm=False):
+    weights = [randn(n, width, dtype=dtype) * width**-0.5 for n in columns]
+    if packed is not None:
+        weights = [nf4(weight, packed) for weight in weights]
+    biases = [randn(n, dtype=dtype) if use else None for n, use in zip(columns, bias, strict=True)]
+    loras = [
+        LoraUpdate(randn(r, width) * width**-0.5, randn(n, r), 0.5) if r else None
+        for n, r in zip(columns, rank, strict=True)
+    ]
+    x = randn(rows, width, dtype=dtype)
+    total = columns[0] if activation else sum(columns)
+    added = {
+        "residual": randn(rows, total, dtype=dtype) if residual else None,
+        "norm": RmsNorm(randn(width, dtype=dtype), 1e-3) if norm else None,
+        "activation": activation,
+    }
+    true = true_linear(x, weights, biases, loras, **added)
+    got, same, again = (
+        decode_linear(x, weights, bias=biases, lora=loras, impl=impl, **added) for impl in (*IMPLS, "triton")
+    )
+    assert_close(got, same, true, dtype)
+    assert torch.equal(again, got)
+
+
+LINEARS = {
+    "one matrix": {"columns": [100], "bias": [True], "rank": [0], "residual": True},
+    "qkv": {"columns": [96, 40, 32], "bias": [True, False, True], "rank": [5, 0, 16], "norm": True},
+    "gate and up": {"columns": [72, 72], "bias": [False, True], "rank": [0, 20], "activation": "silu"},
+}
+
+
+@pytest.mark.parametrize("packed", [None, True, False], ids=["dense", "nf4", "nf4, plain scales"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("rows", "width"), [(1, 64), (5, 1088), (33, 640)], ids=str)
+@pytest.mark.parametrize("case", LINEARS)
+def test_decode_linear(case, rows, width, dtype, packed):
+    if DEVICE == "cpu" and (rows > 1 and dtype == torch.float16 or packed is False and rows > 5):
+        pytest.skip("takes the interpreter too long; one of each is run")
+    check_linear(rows, width, dtype=dtype, packed=packed, **LINEARS[case])
+
+
+MODEL = {
+    "qkv": (1536, {"columns": [1536, 256, 256], "bias": [True] * 3, "rank": [16] * 3, "norm": True}),
+    "o": (1536, {"columns": [1536], "bias": [False], "rank": [16], "residual": True}),
+    "gate and up": (1536, {"columns": [8960, 8960], "bias": [False] * 2, "rank": [0] * 2, "activation": "silu"}),
+    "down": (8960, {"columns": [1536], "bias": [False], "rank": [0], "residual": True}),
+    "head": (1536, {"columns": [151936], "bias": [False], "rank": [0]}),
+}
+
+
+@only_gpu
+@pytest.mark.parametrize("packed", [None, True], ids=["dense", "nf4"])
+@pytest.mark.parametrize("rows", [1, 4, 32, 128])
+@pytest.mark.parametrize("case", MODEL)
+def test_decode_linear_at_the_size_of_a_model(case, rows, packed):
+    width, sizes = MODEL[case]
+    check_linear(rows, width, dtype=torch.bfloat16, packed=packed, **sizes)
+
+
+def test_what_the_kernels_do_not_take_goes_through_torch():
+    x, matrix = randn(3, 64), randn(64, 48)
+    torch.testing.assert_close(decode_linear(x, matrix.t(), impl="triton"), x @ matrix, rtol=1e-4, atol=1e-4)
+    x, matrix = x.bfloat16(), matrix.bfloat16()
+    want = decode_linear(x, matrix.t().contiguous(), impl="torch")
+    assert torch.equal(decode_linear(x, matrix.t(), impl="triton"), decode_linear(x, matrix.t(), impl="torch"))
+    torch.testing.assert_close(decode_linear(x, matrix.t(), impl="triton"), want, rtol=2e-2, atol=2e-2)

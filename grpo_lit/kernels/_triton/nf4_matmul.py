@@ -59,7 +59,7 @@ class Plan(NamedTuple):
 
 
 @triton.jit
-def _unpacked(q, code, BF16: tl.constexpr, PERMUTE: tl.constexpr):  # type: ignore[no-untyped-def]
+def unpacked(q, code, BF16: tl.constexpr, PERMUTE: tl.constexpr):  # type: ignore[no-untyped-def]
     """(earlier, later) weights of packed bytes, unscaled, in 16 bits."""
     if PERMUTE:
         if BF16:
@@ -131,7 +131,7 @@ def _nf4_matmul_kernel(  # type: ignore[no-untyped-def]
                 mask=row[None, :] < tl.where(block < last, rows, 0),
                 other=0,
             )
-            early, late = _unpacked(q, code, BF16, PERMUTE)
+            early, late = unpacked(q, code, BF16, PERMUTE)
             even = (x & 0xFFFF).to(tl.int16).to(DTYPE, bitcast=True)
             odd = (x >> 16).to(tl.int16).to(DTYPE, bitcast=True)
             if not PERMUTE:  # the interpreter has no 16-bit products

@@ -1,0 +1,590 @@
+"""Products of a few rows with matrices in 16 bits or NF4; see ``grpo_lit.kernels.decode_linear``.
+
+A program multiplies a tile of columns (rows of W) with all rows of x over its share of K. Weights are the left
+operand of the tensor cores, whose width fits a tile, and the few rows of x the right one, padded to 16. The last of
+a tile's programs to finish adds the shares up, in a fixed order, and does what follows the product.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from grpo_lit.kernels._triton.gated_activation import activate
+from grpo_lit.kernels._triton.launch import counters_for, overlap, wait_for_previous
+from grpo_lit.kernels._triton.nf4_matmul import unpacked
+from grpo_lit.kernels._triton.rms_norm import add_norm
+from grpo_lit.kernels.decode_linear import Part, RmsNorm, reference
+from grpo_lit.kernels.dispatch import interpreting
+from grpo_lit.kernels.nf4 import Nf4Weight
+
+MAX_PARTS = 3
+MAX_ROWS = 128
+
+
+class Plan(NamedTuple):
+    """How a product is cut: columns of a tile, programs along K, columns of K at a time (dense only), and so on."""
+
+    columns: int
+    splits: int
+    depth: int
+    num_warps: int
+    num_stages: int
+
+
+@triton.jit
+def _choose(part, a, b, c):  # type: ignore[no-untyped-def]
+    chosen = a
+    if part == 1:
+        chosen = b
+    if part == 2:
+        chosen = c
+    return chosen
+
+
+@triton.jit
+def _locate(tile, n0, n1, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(part, first column of the tile in the part, first column of the part in the output)."""
+    tiles0 = tl.cdiv(n0, COLUMNS)
+    tiles1 = tl.cdiv(n1, COLUMNS)
+    part = (tile >= tiles0).to(tl.int32) + (tile >= tiles0 + tiles1).to(tl.int32)
+    start = tl.where(part == 0, 0, tl.where(part == 1, tiles0, tiles0 + tiles1))
+    before = tl.where(part == 0, 0, tl.where(part == 1, n0, n0 + n1))
+    return part, (tile - start) * COLUMNS, before
+
+
+@triton.jit
+def _added(  # type: ignore[no-untyped-def]
+    y, bias, biased, low, b, rank, rank_at, ranks, row, rows, column, n, HAS_BIAS: tl.constexpr, HAS_LORA: tl.constexpr
+):
+    """y (COLUMNS, ROWS) plus the part's bias and low-rank update."""
+    if HAS_BIAS:
+        y += tl.load(bias + column, mask=column < tl.where(biased, n, 0), other=0.0).to(tl.float32)[:, None]
+    if HAS_LORA:
+        for start in range(0, rank, 16):
+            j = start + tl.arange(0, 16)
+            left = tl.load(
+                b + column[:, None].to(tl.int64) * rank + j[None, :],
+                mask=(column[:, None] < n) & (j[None, :] < rank),
+                other=0.0,
+            )
+            right = tl.load(
+                low + row[None, :] * ranks + rank_at + j[:, None],
+                mask=(row[None, :] < rows) & (j[:, None] < rank),
+                other=0.0,
+            )
+            y = tl.dot(left.to(tl.float32), right, y, input_precision="tf32x3")
+    return y
+
+
+@triton.jit
+def _gathered(  # type: ignore[no-untyped-def]
+    y, other, partial, counters, tile, split, splits, tiles, row, rows, SPLIT: tl.constexpr, GATED: tl.constexpr
+):
+    """(is this program the tile's last, the tile's sum over all splits); ``other`` is the second product if GATED."""
+    last = True
+    if SPLIT:
+        COLUMNS: tl.constexpr = y.shape[0]
+        ROWS: tl.constexpr = y.shape[1]
+        SIZE: tl.constexpr = COLUMNS * ROWS * (2 if GATED else 1)
+        at = row[None, :] * COLUMNS + tl.arange(0, COLUMNS)[:, None]
+        real = row[None, :] < rows + tl.zeros_like(at)
+        mine = partial + (tile * splits + split).to(tl.int64) * SIZE
+        tl.store(mine + at, y, mask=real)
+        if GATED:
+            tl.store(mine + COLUMNS * ROWS + at, other, mask=real)
+        tl.debug_barrier()  # the whole program has written before it counts as arrived
+        last = tl.atomic_add(counters + tile, 1, sem="acq_rel") == splits - 1
+        if last:
+            tl.debug_barrier()
+            y = tl.zeros_like(y)
+            other = tl.zeros_like(other)
+            for i in range(splits):
+                some = partial + (tile * splits + i).to(tl.int64) * SIZE + at
+                y += tl.load(some, mask=real, other=0.0, cache_modifier=".cg")
+                if GATED:
+                    other += tl.load(some + COLUMNS * ROWS, mask=real, other=0.0, cache_modifier=".cg")
+            tl.store(counters + tile, 0)
+    return last, y, other
+
+
+@triton.jit
+def _finish(  # type: ignore[no-untyped-def]
+    y,
+    other,
+    out,
+    residual,
+    out_width,
+    column,
+    n,
+    before,
+    row,
+    rows,
+    HAS_RESIDUAL: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+):
+    if ACTIVATION is not None:
+        y = activate(y, ACTIVATION) * other
+    at = row[None, :].to(tl.int64) * out_width + before + column[:, None]
+    real = (row[None, :] < rows) & (column[:, None] < n)
+    if HAS_RESIDUAL:
+        y += tl.load(residual + at, mask=real, other=0.0).to(tl.float32)
+    tl.store(out + at, y.to(out.dtype.element_ty), mask=real)
+
+
+@triton.jit
+def _dense_kernel(  # type: ignore[no-untyped-def]
+    x,
+    w0,
+    w1,
+    w2,
+    bias0,
+    bias1,
+    bias2,
+    b0,
+    b1,
+    b2,
+    low,
+    residual,
+    out,
+    partial,
+    counters,
+    rows,
+    width,
+    n0,
+    n1,
+    n2,
+    biased,
+    rank0,
+    rank1,
+    rank2,
+    out_width,
+    steps_each,
+    splits,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    SPLIT: tl.constexpr,
+    EVEN: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_LORA: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    WIDEN: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    tile, split = tl.program_id(0), tl.program_id(1)
+    GATED: tl.constexpr = ACTIVATION is not None
+    if GATED:
+        part, first, before = 0, tile * COLUMNS, 0
+        w = w0
+    else:
+        part, first, before = _locate(tile, n0, n1, COLUMNS)
+        w = _choose(part, w0, w1, w2)
+    n = _choose(part, n0, n1, n2)
+    column = first + tl.arange(0, COLUMNS)
+    row = tl.arange(0, ROWS)
+    k = split * steps_each * DEPTH + tl.arange(0, DEPTH)
+    offset = (column % n).to(tl.int64)[:, None] * width + k[None, :]
+    from_x = x + row[None, :] * width + k[:, None]
+    wait_for_previous(PDL)
+    y = tl.zeros((COLUMNS, ROWS), tl.float32)
+    other = y
+    steps = tl.minimum(steps_each, tl.cdiv(width, DEPTH) - split * steps_each)
+    for step in range(steps):
+        left = width - (split * steps_each + step) * DEPTH
+        there = row[None, :] < rows
+        if EVEN:
+            weights = tl.load(w + offset + step * DEPTH)
+        else:
+            inner = tl.arange(0, DEPTH)
+            there = there & (inner[:, None] < left)
+            weights = tl.load(w + offset + step * DEPTH, mask=inner[None, :] < left, other=0.0)
+        few = tl.load(from_x + step * DEPTH, mask=there, other=0.0)
+        if WIDEN:  # the interpreter has no 16-bit products
+            weights, few = weights.to(tl.float32), few.to(tl.float32)
+        y = tl.dot(weights, few, y)
+        if GATED:
+            if EVEN:
+                weights = tl.load(w1 + offset + step * DEPTH)
+            else:
+                weights = tl.load(w1 + offset + step * DEPTH, mask=inner[None, :] < left, other=0.0)
+            if WIDEN:
+                weights = weights.to(tl.float32)
+            other = tl.dot(weights, few, other)
+    tiles = tl.num_programs(0)
+    last, y, other = _gathered(y, other, partial, counters, tile, split, splits, tiles, row, rows, SPLIT, GATED)
+    if last:
+        ranks = rank0 + rank1 + rank2
+        rank = _choose(part, rank0, rank1, rank2)
+        at = _choose(part, 0, rank0, rank0 + rank1)
+        bias, b = _choose(part, bias0, bias1, bias2), _choose(part, b0, b1, b2)
+        has = (biased >> part) & 1 != 0
+        y = _added(y, bias, has, low, b, rank, at, ranks, row, rows, column, n, HAS_BIAS, HAS_LORA)
+        if GATED:
+            has = biased & 2 != 0
+            other = _added(other, bias1, has, low, b1, rank1, rank0, ranks, row, rows, column, n, HAS_BIAS, HAS_LORA)
+        _finish(y, other, out, residual, out_width, column, n, before, row, rows, HAS_RESIDUAL, ACTIVATION)
+
+
+@triton.jit
+def _low_rank_kernel(  # type: ignore[no-untyped-def]
+    x,
+    a0,
+    a1,
+    a2,
+    low,
+    rows,
+    width,
+    rank0,
+    rank1,
+    rank2,
+    scaling0,
+    scaling1,
+    scaling2,
+    ROWS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """scaling x A^T: a program one row of A, of whichever part, and ROWS rows of x."""
+    number = tl.program_id(0)
+    part = (number >= rank0).to(tl.int32) + (number >= rank0 + rank1).to(tl.int32)
+    a = _choose(part, a0, a1, a2) + (number - _choose(part, 0, rank0, rank0 + rank1)).to(tl.int64) * width
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    k = tl.arange(0, DEPTH)
+    wait_for_previous(PDL)
+    total = tl.zeros((ROWS, DEPTH), tl.float32)
+    for start in range(0, width, DEPTH):
+        inside = k < width - start
+        weights = tl.load(a + start + k, mask=inside, other=0.0).to(tl.float32)
+        few = tl.load(
+            x + row[:, None].to(tl.int64) * width + start + k[None, :],
+            mask=(row[:, None] < rows) & inside[None, :],
+            other=0.0,
+        )
+        total += few.to(tl.float32) * weights[None, :]
+    scaling = _choose(part, scaling0, scaling1, scaling2)
+    ranks = rank0 + rank1 + rank2
+    tl.store(low + row * ranks + number, tl.sum(total, 1) * scaling, mask=row < rows)
+
+
+@triton.jit
+def _block_scale(scales, group_scales, number, NESTED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """What the scale of block ``number`` is computed from: (index, group scale), or (0, the scale)."""
+    if NESTED:
+        index = tl.load(scales + number).to(tl.int32)
+        group = tl.load(group_scales + number // 256)
+    else:
+        index = tl.zeros_like(number).to(tl.int32)
+        group = tl.load(scales + number)
+    return index, group
+
+
+@triton.jit
+def _nf4_product(  # type: ignore[no-untyped-def]
+    pairs,
+    packed,
+    scales,
+    scale_code,
+    group_scales,
+    offset,
+    code,
+    column,
+    n,
+    row,
+    rows,
+    blocks,
+    first,
+    last,
+    UNROLL: tl.constexpr,
+    BF16: tl.constexpr,
+    NESTED: tl.constexpr,
+    PERMUTE: tl.constexpr,
+):
+    """(COLUMNS, ROWS) products over the blocks of 64 from ``first`` to ``last`` of the part's columns."""
+    DTYPE: tl.constexpr = tl.bfloat16 if BF16 else tl.float16
+    lane = tl.arange(0, 32)
+    start_of = (column % n).to(tl.int64) * blocks
+    shift = 0.0
+    if NESTED:
+        shift = tl.load(offset)
+    total = tl.zeros((column.shape[0], row.shape[0]), tl.float32)
+    for start in range(first, last, UNROLL):
+        for i in tl.static_range(UNROLL):
+            block = tl.minimum(start + i, blocks - 1)
+            q = tl.load(packed + (start_of + block)[:, None] * 32 + lane[None, :])
+            index, group = _block_scale(scales, group_scales, start_of + block, NESTED)
+            # two neighbouring 16-bit numbers of x at a time; zeros beyond this program's share
+            x = tl.load(
+                pairs + row[None, :] * (blocks * 32) + block * 32 + lane[:, None],
+                mask=row[None, :] < tl.where(start + i < last, rows, 0),
+                other=0,
+            )
+            early, late = unpacked(q, code, BF16, PERMUTE)
+            even = (x & 0xFFFF).to(tl.int16).to(DTYPE, bitcast=True)
+            odd = (x >> 16).to(tl.int16).to(DTYPE, bitcast=True)
+            if not PERMUTE:  # the interpreter has no 16-bit products
+                even, odd = even.to(tl.float32), odd.to(tl.float32)
+            product = tl.dot(late, odd, tl.dot(early, even))
+            if NESTED:
+                group = tl.load(scale_code + index) * group + shift
+            total += product * group[:, None]
+    return total
+
+
+@triton.jit
+def _nf4_kernel(  # type: ignore[no-untyped-def]
+    x,
+    packed0,
+    packed1,
+    packed2,
+    scales0,
+    scales1,
+    scales2,
+    scale_code0,
+    scale_code1,
+    scale_code2,
+    groups0,
+    groups1,
+    groups2,
+    offset0,
+    offset1,
+    offset2,
+    code,
+    bias0,
+    bias1,
+    bias2,
+    b0,
+    b1,
+    b2,
+    low,
+    residual,
+    out,
+    partial,
+    counters,
+    rows,
+    blocks,
+    n0,
+    n1,
+    n2,
+    biased,
+    rank0,
+    rank1,
+    rank2,
+    out_width,
+    blocks_each,
+    splits,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    UNROLL: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BF16: tl.constexpr,
+    NESTED: tl.constexpr,
+    PERMUTE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_LORA: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    tile, split = tl.program_id(0), tl.program_id(1)
+    GATED: tl.constexpr = ACTIVATION is not None
+    if GATED:
+        part, first, before = 0, tile * COLUMNS, 0
+        packed, scales, scale_code, groups, offset = packed0, scales0, scale_code0, groups0, offset0
+    else:
+        part, first, before = _locate(tile, n0, n1, COLUMNS)
+        packed, scales = _choose(part, packed0, packed1, packed2), _choose(part, scales0, scales1, scales2)
+        scale_code = _choose(part, scale_code0, scale_code1, scale_code2)
+        groups = _choose(part, groups0, groups1, groups2)
+        offset = _choose(part, offset0, offset1, offset2)
+    n = _choose(part, n0, n1, n2)
+    column = first + tl.arange(0, COLUMNS)
+    row = tl.arange(0, ROWS)
+    start = split * blocks_each
+    end = tl.minimum(start + blocks_each, blocks)
+    wait_for_previous(PDL)
+    y = _nf4_product(
+        x, packed, scales, scale_code, groups, offset, code, column, n, row, rows, blocks, start, end,
+        UNROLL, BF16, NESTED, PERMUTE,
+    )  # fmt: skip
+    other = y
+    if GATED:
+        other = _nf4_product(
+            x, packed1, scales1, scale_code1, groups1, offset1, code, column, n, row, rows, blocks, start, end,
+            UNROLL, BF16, NESTED, PERMUTE,
+        )  # fmt: skip
+    tiles = tl.num_programs(0)
+    last, y, other = _gathered(y, other, partial, counters, tile, split, splits, tiles, row, rows, SPLIT, GATED)
+    if last:
+        ranks = rank0 + rank1 + rank2
+        rank = _choose(part, rank0, rank1, rank2)
+        at = _choose(part, 0, rank0, rank0 + rank1)
+        bias, b = _choose(part, bias0, bias1, bias2), _choose(part, b0, b1, b2)
+        has = (biased >> part) & 1 != 0
+        y = _added(y, bias, has, low, b, rank, at, ranks, row, rows, column, n, HAS_BIAS, HAS_LORA)
+        if GATED:
+            has = biased & 2 != 0
+            other = _added(other, bias1, has, low, b1, rank1, rank0, ranks, row, rows, column, n, HAS_BIAS, HAS_LORA)
+        _finish(y, other, out, residual, out_width, column, n, before, row, rows, HAS_RESIDUAL, ACTIVATION)
+
+
+def _three(values: list[Tensor | None], instead: Tensor) -> list[Tensor]:
+    """The parts' tensors, padded to three with something of the right type that is never read."""
+    some = [value for value in values if value is not None]
+    filled = [value if value is not None else (some[0] if some else instead) for value in values]
+    return filled + [filled[0]] * (MAX_PARTS - len(filled))
+
+
+def _ints(values: list[int]) -> list[int]:
+    return values + [0] * (MAX_PARTS - len(values))
+
+
+def dense_plan(rows: int, columns: int, width: int) -> Plan:
+    """By size; about two programs a multiprocessor of an H200."""
+    tile = 64
+    tiles = triton.cdiv(columns, tile)
+    depth = 128 if width % 128 == 0 else 64
+    steps = triton.cdiv(width, depth)
+    return Plan(tile, max(1, min(264 // tiles, steps // 2)), depth, 4, 4)
+
+
+def nf4_plan(rows: int, columns: int, width: int) -> Plan:
+    """By size; about eight programs a multiprocessor of an H200, each with a few blocks of 64."""
+    tile = 32 if rows <= 32 else 64
+    tiles = triton.cdiv(columns, tile)
+    return Plan(tile, max(1, min(8, 1056 // tiles, width // 256)), 2, 2, 3)
+
+
+def low_rank(x: Tensor, parts: list[Part]) -> Tensor:
+    """(R, sum of ranks) float32: scaling x A^T of every part that has an update."""
+    loras = [part.lora for part in parts]
+    ranks = _ints([0 if lora is None else len(lora.a) for lora in loras])
+    low = torch.empty(len(x), sum(ranks), dtype=torch.float32, device=x.device)
+    rows = min(4, triton.next_power_of_2(len(x)))
+    scalings = [0.0 if lora is None else float(lora.scaling) for lora in loras]
+    _low_rank_kernel[(sum(ranks), triton.cdiv(len(x), rows))](
+        x,
+        *_three([None if lora is None else lora.a for lora in loras], x),
+        low,
+        len(x),
+        x.shape[1],
+        *ranks,
+        *scalings,
+        *[0.0] * (MAX_PARTS - len(parts)),
+        ROWS=rows,
+        DEPTH=512,
+        num_warps=4,
+        **overlap(x),
+    )
+    return low
+
+
+def _fits(x: Tensor, parts: list[Part]) -> bool:
+    """Whether the kernels take it; else it goes through torch."""
+    if x.dtype not in (torch.bfloat16, torch.float16) or not 1 <= len(x) <= MAX_ROWS or len(parts) > MAX_PARTS:
+        return False
+    packed = [isinstance(part.weight, Nf4Weight) for part in parts]
+    if any(packed) != all(packed):
+        return False
+    updates = [part.lora for part in parts if part.lora is not None]
+    if len({(lora.a.dtype, lora.b.dtype) for lora in updates}) > 1:
+        return False
+    if any(not (lora.a.is_contiguous() and lora.b.is_contiguous()) for lora in updates):
+        return False
+    biases = {part.bias.dtype for part in parts if part.bias is not None}
+    if len(biases) > 1:
+        return False
+    if packed[0]:
+        return len({len(part.weight.scale_code) > 0 for part in parts}) == 1  # type: ignore[union-attr]
+    return all(isinstance(part.weight, Tensor) and part.weight.is_contiguous() for part in parts)
+
+
+def product(
+    x: Tensor,
+    parts: list[Part],
+    residual: Tensor | None,
+    norm: RmsNorm | None,
+    activation: str | None,
+    plan: Plan | None = None,
+) -> Tensor:
+    """The op on Triton, or partly through torch where the kernels don't fit."""
+    x = x.contiguous()
+    if norm is not None:
+        x = add_norm(x, None, norm.weight, None, norm.eps)[0]
+    if not _fits(x, parts):
+        return reference(x, parts, residual, None, activation)
+    rows, width = x.shape
+    columns = [part.columns for part in parts]
+    out_width = columns[0] if activation is not None else sum(columns)
+    packed = isinstance(parts[0].weight, Nf4Weight)
+    plan = plan or (nf4_plan if packed else dense_plan)(rows, sum(columns), width)
+    steps = width // 64 if packed else triton.cdiv(width, plan.depth)
+    each = triton.cdiv(steps, plan.splits)
+    splits = triton.cdiv(steps, each)
+    tiles = sum(triton.cdiv(n, plan.columns) for n in (columns[:1] if activation is not None else columns))
+    padded_rows = max(16, triton.next_power_of_2(rows))
+    out = x.new_empty(rows, out_width)
+    low = low_rank(x, parts) if any(part.lora is not None for part in parts) else x
+    size = tiles * splits * plan.columns * padded_rows * (1 if activation is None else 2)
+    partial = x.new_empty(size if splits > 1 else 1, dtype=torch.float32)
+    after = [
+        *_three([part.bias for part in parts], x),
+        *_three([None if part.lora is None else part.lora.b for part in parts], x),
+        low,
+        x if residual is None else residual.contiguous(),
+        out,
+        partial,
+        counters_for(tiles, x.device),
+        rows,
+    ]
+    sizes = [
+        *_ints(columns),
+        sum((part.bias is not None) << i for i, part in enumerate(parts)),
+        *_ints([0 if part.lora is None else len(part.lora.a) for part in parts]),
+        out_width,
+        each,
+        splits,
+    ]
+    options = {
+        "ROWS": padded_rows,
+        "COLUMNS": plan.columns,
+        "SPLIT": splits > 1,
+        "HAS_BIAS": any(part.bias is not None for part in parts),
+        "HAS_LORA": any(part.lora is not None for part in parts),
+        "HAS_RESIDUAL": residual is not None,
+        "ACTIVATION": activation,
+        "num_warps": plan.num_warps,
+        "num_stages": plan.num_stages,
+        **overlap(x),
+    }
+    weights = [part.weight for part in parts]
+    if packed:
+        some: list[Nf4Weight] = weights  # type: ignore[assignment]
+        fields = ("packed", "scales", "scale_code", "group_scales", "offset")
+        tensors = [t for name in fields for t in _three([getattr(weight, name) for weight in some], x)]
+        nested = len(some[0].scale_code) > 0
+        _nf4_kernel[(tiles, splits)](
+            x.view(torch.int32),
+            *tensors,
+            some[0].code,
+            *after,
+            width // 64,
+            *sizes,
+            UNROLL=plan.depth,
+            BF16=x.dtype == torch.bfloat16,
+            NESTED=nested,
+            PERMUTE=not interpreting(),
+            **options,
+        )
+    else:
+        dense: list[Tensor | None] = weights  # type: ignore[assignment]
+        even = width % plan.depth == 0
+        _dense_kernel[(tiles, splits)](
+            x, *_three(dense, x), *after, width, *sizes, DEPTH=plan.depth, EVEN=even, WIDEN=interpreting(), **options
+        )
+    return out
