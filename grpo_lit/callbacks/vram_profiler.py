@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from grpo_lit.module import GRPOModule
 
 _log = logging.getLogger("grpo_lit.memory")
-REST = "activations"
 
 
 @dataclass
@@ -37,7 +36,8 @@ class PhaseMemory:
     reading: Reading
     seconds: float = 0.0
     kinds: Ledger = field(default_factory=dict)
-    """Bytes at the peak by kind; what is no tensor that stays is under activations (logits and workspaces with it)."""
+    """Bytes at the peak by kind; what is no tensor that stays is under activations, with logits and
+    workspaces (without CUDA under process)."""
     predicted: int | None = None
     """Bytes that the planner expects for the rows of this step; None on the CPU."""
 
@@ -181,6 +181,11 @@ class VRAMProfiler(PhaseListener, Callback):
                 self._trace.stop()
             self._trace = None
 
+    def ledger_of(self, phase: str) -> Ledger:
+        """Bytes by kind at the peak of a phase: of this step, else of the last one."""
+        found = self._running.get(phase) or self.phases.get(phase)
+        return {} if found is None else found.kinds
+
     # ---- parts ------------------------------------------------------------------------------------------------------
 
     @property
@@ -196,7 +201,9 @@ class VRAMProfiler(PhaseListener, Callback):
         ledger = tensor_ledger(
             module.policy.model, optimizers[0] if optimizers else None, cache_tensors(getattr(module, "engine", None))
         )
-        ledger[REST] = max(0, reading.peak_allocated - sum(ledger.values()))
+        # On the host the rest is mostly the process itself: interpreter, libraries, workers' share.
+        rest = "activations" if self.meter.on_cuda else "process"
+        ledger[rest] = max(0, reading.peak_allocated - sum(ledger.values()))
         return ledger
 
     def _plan(self, module: GRPOModule) -> dict[str, PhasePlan]:

@@ -24,6 +24,7 @@ from grpo_lit.callbacks import (
     StepProgress,
 )
 from grpo_lit.checkpoint import AtomicCheckpointIO
+from grpo_lit.cli.profiling import ProfilerConfig, memory_callbacks
 from grpo_lit.datamodules import MathDataModule
 from grpo_lit.errors import UserError
 from grpo_lit.lora import LoRAConfig
@@ -33,6 +34,7 @@ from grpo_lit.module import GRPOModule
 _SECTIONS = (
     "trainer",
     "checkpoint",
+    "profiler",
     "model.rollout",
     "model.rollout.sampling",
     "model.loss",
@@ -198,6 +200,7 @@ class GRPOCLI(LightningCLI):
             help="Checkpoint to go on from: a file, 'last' or 'best' of trainer.default_root_dir.",
         )
         parser.add_lightning_class_args(RunCheckpoint, "checkpoint")
+        parser.add_class_arguments(ProfilerConfig, "profiler")
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         """Parse without Lightning's warning about ``sys.argv``."""
@@ -224,6 +227,8 @@ class GRPOCLI(LightningCLI):
         callbacks = [GracefulStop(), MetricsFile(), CompletionsFile(), AdapterExport(), RankWatch()]
         if config.get("enable_progress_bar") is not False:
             callbacks.append(StepProgress())
+        policy = self.config["model"]["policy"]
+        callbacks += memory_callbacks(self.config_init["profiler"], policy["gradient_checkpointing"])
         self.trainer_defaults = {**self.trainer_defaults, "callbacks": callbacks}
         try:
             return super().instantiate_trainer(**kwargs)

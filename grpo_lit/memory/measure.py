@@ -72,6 +72,15 @@ class Meter:
             return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return memory_limit(self.device)
 
+    def free(self) -> int:
+        """Bytes that this process could still take; on Linux without CUDA what the system calls available."""
+        if self.on_cuda:
+            return self.capacity() - torch.cuda.memory_allocated(self.device)
+        with suppress(OSError, KeyError, ValueError):
+            lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+            return int(lines["MemAvailable"].split()[0]) * 1024
+        return self.capacity() - host_memory()[0]
+
 
 def host_memory() -> tuple[int, int]:
     """Resident set of this process and its high-water mark, in bytes."""
