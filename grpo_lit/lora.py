@@ -11,6 +11,11 @@ r"""Low-rank adapters (LoRA, https://arxiv.org/abs/2106.09685, equation 3) over 
         └─────────────┬─────────────┘
                  y = W x + (alpha / r) B A x
 
+On CUDA, from 65 rows on, base product and update are one autograd node (`grpo_lit.kernels.lora_linear`), which
+computes the update in the dtype of x with float32 accumulation: over a 16-bit base, float32 adapters round there as
+everything around them does. On the CPU and for a few rows the layer's own forward runs, and the update in the
+adapters' dtype.
+
 The base layer may be ``nn.Linear``, bitsandbytes' ``Linear4bit`` or GPT-2's ``Conv1D`` (whose weight
 is stored (in, out)). `save_adapter` and `load_adapter` use PEFT's folder layout.
 """
@@ -31,11 +36,14 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from grpo_lit.errors import UserError
+from grpo_lit.kernels.lora_linear import lora_linear
+from grpo_lit.kernels.nf4 import Nf4Weight
 
 DEFAULT_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
 _PEFT_PREFIX = "base_model.model."
+_FEW_ROWS = 64  # up to here, decoding: bitsandbytes' own products are as fast
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -84,15 +92,35 @@ class LoRALinear(nn.Module):
         self.lora_A = nn.Parameter(torch.empty(rank, self.in_features, dtype=dtype, device=device))
         self.lora_B = nn.Parameter(torch.zeros(self.out_features, rank, dtype=dtype, device=device))
         nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))
+        self._packed: tuple[int, Nf4Weight] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x (..., in) to (..., out) in the dtype of the base layer's output."""
+        if self.enabled and x.is_cuda and x.numel() > _FEW_ROWS * self.in_features:
+            weight = self.fused_weight(x.dtype)
+            if weight is not None:
+                bias: Any = self.base_layer.bias
+                return lora_linear(x, weight, self.lora_A, self.lora_B, self.scaling, bias=bias)
         y: Tensor = self.base_layer(x)
         if not self.enabled:
             return y
         low_rank = nn.functional.linear(x.to(self.lora_A.dtype), self.lora_A)
         update = nn.functional.linear(low_rank, self.lora_B)
         return y + (update * self.scaling).to(y.dtype)
+
+    def fused_weight(self, dtype: torch.dtype) -> Tensor | Nf4Weight | None:
+        """The base's weight (out, in) as `lora_linear` takes it for x of ``dtype``; None where it can't."""
+        weight: Any = self.base_layer.weight
+        state = getattr(weight, "quant_state", None)
+        if state is None:
+            if weight.dtype != dtype or type(self.base_layer) not in (nn.Linear, Conv1D):
+                return None
+            return weight.t() if isinstance(self.base_layer, Conv1D) else weight  # type: ignore[no-any-return]
+        if state.quant_type != "nf4" or self.in_features % 64 or self.base_layer.compute_dtype != dtype:
+            return None
+        if self._packed is None or self._packed[0] != weight.data_ptr():
+            self._packed = (weight.data_ptr(), Nf4Weight.from_bitsandbytes(weight.data, state))
+        return self._packed[1]
 
     def delta_weight(self) -> Tensor:
         """The update (alpha / r) B A, of shape (out, in), in float32."""

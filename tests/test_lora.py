@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from grpo_lit.errors import UserError
+from grpo_lit.kernels import lora_linear
 from grpo_lit.lora import (
     LoRAConfig,
     LoRALinear,
@@ -148,3 +149,41 @@ def test_unknown_target_names_the_accepted_ones(tiny_gpt2: Path) -> None:
 def test_config_refuses(field: str, value: object) -> None:
     with pytest.raises(UserError, match=f"model.lora.{field}"):
         LoRAConfig(**{field: value})
+
+
+def _bases() -> dict[str, nn.Module]:
+    from grpo_lit.frozen4bit import FrozenLinear4bit
+
+    torch.manual_seed(0)
+    dense, conv = nn.Linear(64, 24), Conv1D(24, 64)
+    nf4 = FrozenLinear4bit.from_linear(nn.Linear(64, 24), torch.float32, torch.device("cpu"))
+    nn.init.normal_(conv.bias)
+    return {"linear": dense, "conv1d": conv, "nf4": nf4}
+
+
+@pytest.mark.parametrize("kind", ["linear", "conv1d", "nf4"])
+def test_the_fused_product_is_the_layers_own_forward(kind: str) -> None:
+    """What runs on CUDA, on this machine's numbers: outputs and gradients."""
+    layer = LoRALinear(_bases()[kind], rank=2, alpha=3.0)
+    nn.init.normal_(layer.lora_B)
+    x = torch.randn(5, 64, requires_grad=True)
+    weight = layer.fused_weight(torch.float32)
+    assert weight is not None
+    results = []
+    for y in (layer(x), lora_linear(x, weight, layer.lora_A, layer.lora_B, layer.scaling, bias=layer.base_layer.bias)):
+        results.append((y, *torch.autograd.grad(y.square().sum(), (x, layer.lora_A, layer.lora_B))))
+    for own, fused in zip(*results, strict=True):
+        assert own.abs().max() > 0.1
+        torch.testing.assert_close(fused, own, rtol=1e-4, atol=1e-4)
+    assert layer.fused_weight(torch.bfloat16) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["linear", "conv1d", "nf4"])
+def test_layers_on_cuda_take_the_fused_product(kind: str) -> None:
+    layer = LoRALinear(_bases()[kind].cuda(), rank=2, alpha=3.0)
+    nn.init.normal_(layer.lora_B)
+    x = torch.randn(3, 50, 64, device="cuda")
+    assert "LoRALinear" in type(layer(x).grad_fn.next_functions[0][0]).__name__
+    few = layer(x[:1])
+    torch.testing.assert_close(layer(x)[:1], few, rtol=1e-4, atol=1e-4)
