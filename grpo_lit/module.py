@@ -130,6 +130,8 @@ class GRPOModule(LightningModule):
             raise UserError("model.overlong_cache", overlong_cache, f"from 1 to max_completion_length={limit} tokens")
         if policy.quantization and lora is None:
             raise UserError("model.lora", None, "a LoRA section: 4-bit weights can't be trained themselves")
+        if rollout.engine == "vllm" and lora is None:
+            raise UserError("model.lora", None, "a LoRA section with model.rollout.engine=vllm: it is handed adapters")
         self.automatic_optimization = False
         self.strict_loading = False  # the frozen base is not in a checkpoint; grpo_lit.checkpoint checks the rest
         self.policy_config, self.lora_config, self.rollout_config, self.loss_config = policy, lora, rollout, loss
@@ -266,6 +268,7 @@ class GRPOModule(LightningModule):
         metrics |= {f"vram/peak_{phase}_mib": value for phase, value in self.phase.peak_mib.items()}
         for listener in self.phase.listeners:
             metrics |= listener.step_metrics()
+        metrics |= getattr(self.engine, "step_metrics", dict)()  # what only some engines know
         metrics |= {f"perf/kernel_{op}": float(impl == "triton") for op, impl in dispatch.used_impls().items()}
         metrics["train/nonfinite_skips"] = float(self.guard.skipped)
         metrics["rollout_step"] = self.rollout_step

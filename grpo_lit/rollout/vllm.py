@@ -147,6 +147,19 @@ class VLLMEngine:
             self.adapter = None
         self._end()
 
+    def step_metrics(self) -> dict[str, float]:
+        """What the last hand-over took and what the probe after it saw."""
+        if self.last_probe is None:
+            return {}
+        metrics = {
+            "rollout/vllm_probe": self.last_probe.mean,
+            "rollout/vllm_probe_max": self.last_probe.maximum,
+            "perf/handover_s": self.handover_seconds,
+        }
+        if self.last_probe.followed is not None:
+            metrics["rollout/vllm_probe_followed"] = self.last_probe.followed
+        return metrics
+
     # ---- adapters -------------------------------------------------------------------------------------------------
 
     def use_adapter(self, folder: str | Path | None) -> None:
