@@ -68,6 +68,7 @@ def decode_linear(
     residual: Tensor | None = None,
     norm: RmsNorm | None = None,
     activation: str | None = None,
+    out_dtype: torch.dtype | None = None,
     impl: str | None = None,
 ) -> Tensor:
     """Product of R rows with one or several matrices, see above. No gradient flows.
@@ -81,10 +82,11 @@ def decode_linear(
         residual: (R, output width) in the dtype of ``x``, added at the end.
         norm: RMS norm of ``x`` before the product.
         activation: a key of ``gated_activation.ACTIVATIONS``: exactly two weights of one size, gate and up.
+        out_dtype: dtype of the result, that of ``x`` by default; float32 spares logits the last rounding.
         impl: ``"triton"``, ``"torch"`` or None for the device's default.
 
     Returns:
-        (R, sum of N), or (R, N) with an activation, in the dtype of ``x``.
+        (R, sum of N), or (R, N) with an activation, in ``out_dtype``.
 
     Raises:
         UserError: for shapes or dtypes that don't fit.
@@ -97,8 +99,8 @@ def decode_linear(
     if resolve_impl("decode_linear", impl, x.device) == "triton":
         from grpo_lit.kernels._triton.decode_linear import product
 
-        return product(x, parts, residual, norm, activation)
-    return reference(x, parts, residual, norm, activation)
+        return product(x, parts, residual, norm, activation, out_dtype=out_dtype)
+    return reference(x, parts, residual, norm, activation, out_dtype)
 
 
 def _one_each(name: str, count: int, values: Sequence[_Value | None] | None) -> Sequence[_Value | None]:
@@ -144,7 +146,12 @@ def _check_part(x: Tensor, part: Part) -> None:
 
 
 def reference(
-    x: Tensor, parts: list[Part], residual: Tensor | None, norm: RmsNorm | None, activation: str | None
+    x: Tensor,
+    parts: list[Part],
+    residual: Tensor | None,
+    norm: RmsNorm | None,
+    activation: str | None,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """The op in plain torch, in the roundings of the training path's modules."""
     if norm is not None:
@@ -153,7 +160,10 @@ def reference(
     for part in parts:
         dense = part.weight if isinstance(part.weight, Tensor) else part.weight.dequantize(x.dtype)
         bias = None if part.bias is None else part.bias.to(x.dtype)
-        y = functional.linear(x, dense, bias)
+        if x.is_cuda and out_dtype is not None and out_dtype != x.dtype and bias is None:
+            y = torch.mm(x, dense.t(), out_dtype=out_dtype)
+        else:
+            y = functional.linear(x, dense, bias)
         if part.lora is not None:
             low_rank = functional.linear(x.to(part.lora.a.dtype), part.lora.a)
             update = functional.linear(low_rank, part.lora.b) * part.lora.scaling
@@ -162,4 +172,5 @@ def reference(
     out = outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
     if activation is not None:
         out = ACTIVATIONS[activation](outs[0]) * outs[1]
-    return out if residual is None else out + residual
+    out = out if residual is None else out + residual
+    return out if out_dtype is None else out.to(out_dtype)

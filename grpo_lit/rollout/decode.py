@@ -125,7 +125,7 @@ class DecodeStep:
             hidden, _ = add_rms_norm(hidden, None, norm.weight, norm.eps, impl=self.impl)
         else:
             hidden, _ = add_layer_norm(hidden, None, norm.weight, norm.bias, norm.eps, impl=self.impl)
-        logits = self._linear([self.spec.head], hidden)
+        logits = self._linear([self.spec.head], hidden, out_dtype=torch.float32)
         if self.spec.logit_scale != 1.0:
             logits = logits * self.spec.logit_scale
         if self.spec.softcap is not None:

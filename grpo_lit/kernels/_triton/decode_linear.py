@@ -16,7 +16,7 @@ from torch import Tensor
 
 from grpo_lit.kernels._triton.gated_activation import activate
 from grpo_lit.kernels._triton.launch import counters_for, overlap, wait_for_previous
-from grpo_lit.kernels._triton.nf4_matmul import unpacked
+from grpo_lit.kernels._triton.nf4_matmul import lookup_table, lookup_words, unpacked
 from grpo_lit.kernels._triton.rms_norm import add_norm
 from grpo_lit.kernels.decode_linear import Part, RmsNorm, reference
 from grpo_lit.kernels.dispatch import interpreting
@@ -293,6 +293,7 @@ def _nf4_product(  # type: ignore[no-untyped-def]
     group_scales,
     offset,
     code,
+    words,
     column,
     n,
     row,
@@ -308,7 +309,8 @@ def _nf4_product(  # type: ignore[no-untyped-def]
     """(COLUMNS, ROWS) products over the blocks of 64 from ``first`` to ``last`` of the part's columns."""
     DTYPE: tl.constexpr = tl.bfloat16 if BF16 else tl.float16
     lane = tl.arange(0, 32)
-    start_of = (column % n).to(tl.int64) * blocks
+    table = lookup_table(words, PERMUTE)
+    start_of = (column % n) * blocks
     shift = 0.0
     if NESTED:
         shift = tl.load(offset)
@@ -316,7 +318,7 @@ def _nf4_product(  # type: ignore[no-untyped-def]
     for start in range(first, last, UNROLL):
         for i in tl.static_range(UNROLL):
             block = tl.minimum(start + i, blocks - 1)
-            q = tl.load(packed + (start_of + block)[:, None] * 32 + lane[None, :])
+            q = tl.load(packed + ((start_of + block).to(tl.int64) * 32)[:, None] + lane[None, :])
             index, group = _block_scale(scales, group_scales, start_of + block, NESTED)
             # two neighbouring 16-bit numbers of x at a time; zeros beyond this program's share
             x = tl.load(
@@ -324,7 +326,7 @@ def _nf4_product(  # type: ignore[no-untyped-def]
                 mask=row[None, :] < tl.where(start + i < last, rows, 0),
                 other=0,
             )
-            early, late = unpacked(q, code, BF16, PERMUTE)
+            early, late = unpacked(q, code, table, BF16, PERMUTE)
             even = (x & 0xFFFF).to(tl.int16).to(DTYPE, bitcast=True)
             odd = (x >> 16).to(tl.int16).to(DTYPE, bitcast=True)
             if not PERMUTE:  # the interpreter has no 16-bit products
@@ -355,6 +357,7 @@ def _nf4_kernel(  # type: ignore[no-untyped-def]
     offset1,
     offset2,
     code,
+    words,
     bias0,
     bias1,
     bias2,
@@ -409,13 +412,13 @@ def _nf4_kernel(  # type: ignore[no-untyped-def]
     end = tl.minimum(start + blocks_each, blocks)
     wait_for_previous(PDL)
     y = _nf4_product(
-        x, packed, scales, scale_code, groups, offset, code, column, n, row, rows, blocks, start, end,
+        x, packed, scales, scale_code, groups, offset, code, words, column, n, row, rows, blocks, start, end,
         UNROLL, BF16, NESTED, PERMUTE,
     )  # fmt: skip
     other = y
     if GATED:
         other = _nf4_product(
-            x, packed1, scales1, scale_code1, groups1, offset1, code, column, n, row, rows, blocks, start, end,
+            x, packed1, scales1, scale_code1, groups1, offset1, code, words, column, n, row, rows, blocks, start, end,
             UNROLL, BF16, NESTED, PERMUTE,
         )  # fmt: skip
     tiles = tl.num_programs(0)
@@ -511,13 +514,14 @@ def product(
     norm: RmsNorm | None,
     activation: str | None,
     plan: Plan | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """The op on Triton, or partly through torch where the kernels don't fit."""
     x = x.contiguous()
     if norm is not None:
         x = add_norm(x, None, norm.weight, None, norm.eps)[0]
     if not _fits(x, parts):
-        return reference(x, parts, residual, None, activation)
+        return reference(x, parts, residual, None, activation, out_dtype)
     rows, width = x.shape
     columns = [part.columns for part in parts]
     out_width = columns[0] if activation is not None else sum(columns)
@@ -528,7 +532,7 @@ def product(
     splits = triton.cdiv(steps, each)
     tiles = sum(triton.cdiv(n, plan.columns) for n in (columns[:1] if activation is not None else columns))
     padded_rows = max(16, triton.next_power_of_2(rows))
-    out = x.new_empty(rows, out_width)
+    out = x.new_empty(rows, out_width, dtype=out_dtype or x.dtype)
     low = low_rank(x, parts) if any(part.lora is not None for part in parts) else x
     size = tiles * splits * plan.columns * padded_rows * (1 if activation is None else 2)
     partial = x.new_empty(size if splits > 1 else 1, dtype=torch.float32)
@@ -572,6 +576,7 @@ def product(
             x.view(torch.int32),
             *tensors,
             some[0].code,
+            lookup_words(x.dtype, x.device),
             *after,
             width // 64,
             *sizes,
