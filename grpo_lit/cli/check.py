@@ -1,4 +1,8 @@
-"""``grpo-lit check``: would this configuration run here? One line per finding, nothing is trained."""
+"""``grpo-lit check``: would this configuration run here, and in how much memory? Nothing is trained.
+
+One line per finding, then the peak of each phase by kind, and what would fit ``--vram 8GiB`` (by default the GPU that
+is there). Only the model's configuration is read.
+"""
 
 from __future__ import annotations
 
@@ -6,31 +10,34 @@ import importlib.metadata
 import platform
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import nn
-from transformers import AutoModelForCausalLM
 
 from grpo_lit.cli.parser import GRPOCLI
 from grpo_lit.cli.run_folder import resolve_ckpt_path
 from grpo_lit.cli.train import build, check_checkpoint
 from grpo_lit.errors import SystemFault, UserError
+from grpo_lit.memory.fit import HEADROOM, largest_micro_batch, longest_completion, peak, plan_table
+from grpo_lit.memory.plan import plan_step, weight_ledger
+from grpo_lit.memory.settings import formats_of, step_sizes_of
+from grpo_lit.memory.sizes import ModelSizes
+from grpo_lit.memory.units import format_bytes, parse_bytes
 from grpo_lit.model_source import load_model_config, resolve_model_source
-from grpo_lit.policy import PolicyConfig
 
 _PACKAGES = ("torch", "lightning", "transformers", "bitsandbytes", "math-verify", "jsonargparse", "datasets")
 _OPTIONAL = ("triton", "vllm", "peft")
-_NF4_BYTES_PER_WEIGHT = 0.5 + 4 / 64 / 4 + 0.01  # 4 bits, one 8-bit scale per 64 weights, second-level scales
 _GIB = 2**30
 
 
 class Finding(NamedTuple):
-    """One line of the report."""
+    """One line of the report, and those of a table under it."""
 
     ok: bool
     text: str
+    table: tuple[str, ...] = ()
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -38,6 +45,8 @@ def main(arguments: Sequence[str]) -> int:
     findings = []
     for finding in check(arguments):
         print(f"{'ok  ' if finding.ok else 'FAIL'}  {finding.text}", flush=True)
+        for line in finding.table:
+            print(f"      {line}", flush=True)
         findings.append(finding)
     return 0 if all(finding.ok for finding in findings) else 1
 
@@ -45,7 +54,9 @@ def main(arguments: Sequence[str]) -> int:
 def check(arguments: Sequence[str]) -> Iterator[Finding]:
     """Findings about packages, device, configuration, model, data, disk and checkpoint, in that order."""
     if arguments and arguments[0] in ("-h", "--help"):
+        print("--vram SIZE   memory to plan for, such as 8GiB; by default that of the GPU that is there\n")
         GRPOCLI(arguments, "check")
+    budget, arguments = _take_vram(arguments)
     yield from _packages()
     yield _device()
     try:
@@ -53,10 +64,11 @@ def check(arguments: Sequence[str]) -> Iterator[Finding]:
     except (UserError, SystemFault) as error:
         yield Finding(False, " ".join(str(error).split()))
         return
-    module, root = cli.model, Path(cli.trainer.default_root_dir)
+    root = Path(cli.trainer.default_root_dir)
     yield Finding(True, f"config resolved; run folder {root}")
-    yield _guarded(lambda: _model(module.policy_config))
+    yield _guarded(lambda: _model(cli, budget))
     yield _guarded(lambda: _data(cli))
+    yield from _memory(cli, budget)
     yield _disk(root)
     if cli.config["ckpt_path"]:
         yield _guarded(lambda: _checkpoint(cli, root))
@@ -89,33 +101,85 @@ def _device() -> Finding:
     )
 
 
-def _model(config: PolicyConfig) -> str:
-    source = resolve_model_source(config.path)
-    total, in_linear = parameter_counts(config)
-    size = base_weight_bytes(config, total, in_linear)
-    if torch.cuda.is_available() and size > (capacity := torch.cuda.mem_get_info()[1]):
+def _take_vram(arguments: Sequence[str]) -> tuple[int | None, list[str]]:
+    """The budget in bytes, from ``--vram`` or the GPU that is there, and the arguments without it."""
+    rest: list[str] = []
+    budget: int | None = None
+    words = iter(arguments)
+    for word in words:
+        if word == "--vram":
+            budget = parse_bytes(next(words, ""))
+        elif word.startswith("--vram="):
+            budget = parse_bytes(word.partition("=")[2])
+        else:
+            rest.append(word)
+    if budget is None and torch.cuda.is_available():
+        budget = torch.cuda.mem_get_info()[1]
+    return budget, rest
+
+
+def _sizes(cli: GRPOCLI) -> ModelSizes:
+    return ModelSizes.of(load_model_config(resolve_model_source(cli.model.policy_config.path)))
+
+
+def _model(cli: GRPOCLI, budget: int | None) -> str:
+    spec = cli.model.policy_config.path
+    sizes = _sizes(cli)
+    size = sum(weight_ledger(sizes, formats_of(cli.model)).values())
+    if budget is not None and size > budget:
         raise SystemFault(
-            f"model.policy.path={source.spec!r}: weights of {size / _GIB:.2f} GiB, a GPU of {capacity / _GIB:.2f}"
+            f"model.policy.path={spec!r}: weights of {format_bytes(size)}, a GPU of {format_bytes(budget)}"
         )
-    return f"model {source.spec}: {total / 1e6:.0f} M parameters, weights about {size / _GIB:.2f} GiB"
+    return f"model {spec}: {sizes.total / 1e6:.0f} M parameters, weights about {size / _GIB:.2f} GiB"
 
 
-def parameter_counts(config: PolicyConfig) -> tuple[int, int]:
-    """Parameters in all, and those in linear layers other than the output layer; no memory is allocated."""
-    model_config = load_model_config(resolve_model_source(config.path))
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(model_config)
-    head = model.get_output_embeddings()
-    linear = sum(m.weight.numel() for m in model.modules() if type(m) is nn.Linear and m is not head)
-    return sum(parameter.numel() for parameter in model.parameters()), linear
+def _memory(cli: GRPOCLI, budget: int | None) -> Iterator[Finding]:
+    """The peak of each phase on a CUDA device, and what would fit."""
+    module, data = cli.model, cli.datamodule
+    try:
+        config = load_model_config(resolve_model_source(module.policy_config.path))
+        sizes = ModelSizes.of(config)
+    except (UserError, SystemFault):
+        return  # said already
+    prompt, known = _prompt_tokens(cli)
+    step = step_sizes_of(module, prompt_tokens=prompt, prompts=data.prompts_per_step)
+    formats = formats_of(module, on_cuda=True, model_type=str(config.model_type))
+    plans = list(plan_step(sizes, formats, step).values())
+    largest = peak(sizes, formats, step)
+    about = (
+        f"{step.rollout_rows} rows generated and {step.micro_rows} trained at once, "
+        f"{step.prompt_tokens} + {step.completion_tokens} tokens" + ("" if known else " (prompts assumed so long)")
+    )
+    ok = budget is None or largest.total <= HEADROOM * budget
+    text = f"memory on a GPU: peak {format_bytes(largest.total)} in {largest.phase}; {about}"
+    if budget is not None:
+        text += f"; {'within' if ok else 'over'} {format_bytes(budget)}, of which {HEADROOM:.0%} are planned with"
+    yield Finding(ok, text, tuple(plan_table(plans)))
+    if budget is None:
+        return
+    positions = getattr(config, "max_position_embeddings", None)
+    positions = positions if isinstance(positions, int) else None
+    longest = longest_completion(sizes, formats, step, budget, positions)
+    single = replace(step, rollout_rows=1, prompts=1, micro_rows=1, score_rows=1)
+    alone = longest_completion(sizes, formats, single, budget, positions)
+    rows = data.prompts_per_step * module.rollout_config.group_size
+    micro = largest_micro_batch(sizes, formats, step, budget, rows)
+    yield Finding(
+        longest > 0 and micro > 0,
+        f"fits {format_bytes(budget)}: completions of at most {longest:,} tokens at these rows, or micro-batches of at "
+        f"most {micro} rows at {step.completion_tokens:,} tokens; with one row at a time (model.rollout.batch_size=1, "
+        f"model.micro_batch_size=1) completions of at most {alone:,} tokens",
+    )
 
 
-def base_weight_bytes(config: PolicyConfig, total: int, in_linear: int) -> float:
-    """Bytes of the base weights in the configured formats."""
-    width = 4 if config.dtype == "fp32" else 2
-    if config.quantization != "nf4":
-        return float(total * width)
-    return (total - in_linear) * width + in_linear * _NF4_BYTES_PER_WEIGHT
+def _prompt_tokens(cli: GRPOCLI) -> tuple[int, bool]:
+    """Tokens of the longest training prompt, and whether they were counted or assumed."""
+    data = cli.datamodule
+    try:
+        data.connect(cli.model.encoder)
+        return max(int(data.longest_prompts[0]), 1), True
+    except (UserError, SystemFault):
+        return int(data.max_prompt_length or 512), False
 
 
 def _data(cli: GRPOCLI) -> str:
