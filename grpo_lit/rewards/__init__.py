@@ -12,6 +12,9 @@ from grpo_lit.rewards.functions import (
     resolve_reward,
     think_format,
 )
+from grpo_lit.rewards.gym import gym_score
+from grpo_lit.rewards.latency import latency_histogram
+from grpo_lit.rewards.policy import VerifierPolicy
 from grpo_lit.rewards.verify import (
     VERDICT_KINDS,
     Verdict,
@@ -31,12 +34,15 @@ __all__ = [
     "RewardOutput",
     "RewardResult",
     "Verdict",
+    "VerifierPolicy",
     "VerifierPool",
     "boxed_format",
     "compute_rewards",
     "default_pool",
     "explain",
     "final_answer",
+    "gym_score",
+    "latency_histogram",
     "math_accuracy",
     "resolve_reward",
     "think_format",

@@ -7,6 +7,7 @@ Columns are those of the data set; a function without ``**kwargs`` gets only tho
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import math
@@ -19,6 +20,8 @@ from typing import Any
 
 from grpo_lit.errors import UserError
 from grpo_lit.rewards.extract import find_boxes, visible_text
+from grpo_lit.rewards.gym import gym_score
+from grpo_lit.rewards.policy import VerifierPolicy
 from grpo_lit.rewards.verify import Verdict, VerifierPool, default_pool
 
 RewardFunction = Callable[..., Sequence["float | None"]]
@@ -62,6 +65,9 @@ class MathAccuracy:
         undecided: reward when the verifier ran out of time or died; None abstains.
         timeout_s: longest time for one answer.
         num_workers: worker processes; above 1 the function has a pool of its own.
+        units, percent, currency: see `VerifierPolicy`.
+
+    In a configuration: ``math_accuracy(wrong=-1.0, percent="value")``.
     """
 
     right: float = 1.0
@@ -69,10 +75,15 @@ class MathAccuracy:
     undecided: float | None = 0.0
     timeout_s: float = 5.0
     num_workers: int = 1
+    units: str = "lenient"
+    percent: str = "either"
+    currency: str = "lenient"
 
     def __post_init__(self) -> None:
         self.__name__ = "math_accuracy"
-        self._pool = VerifierPool(self.num_workers, self.timeout_s) if self.num_workers != 1 else None
+        policy = VerifierPolicy(self.units, self.percent, self.currency)
+        own = self.num_workers != 1 or policy != VerifierPolicy()
+        self._pool = VerifierPool(self.num_workers, self.timeout_s, policy) if own else None
 
     def __call__(self, prompts: Sequence[str], completions: Sequence[str], answer: Sequence[Any]) -> RewardResult:
         """Rewards of N completions; a row without a gold answer abstains."""
@@ -124,11 +135,14 @@ def exact_match(prompts: Sequence[str], completions: Sequence[str], answer: Sequ
 
 
 _MATH_ACCURACY = MathAccuracy()
+CONFIGURABLE_REWARDS: dict[str, Callable[..., RewardFunction]] = {"math_accuracy": MathAccuracy}
+"""Built-in rewards that take settings in brackets."""
 BUILT_IN_REWARDS: dict[str, RewardFunction] = {
     "math_accuracy": math_accuracy,
     "think_format": think_format,
     "boxed_format": boxed_format,
     "exact_match": exact_match,
+    "gym_score": gym_score,
 }
 
 
@@ -137,8 +151,8 @@ def resolve_reward(name: str | RewardFunction, *, argument: str = "model.rewards
 
     Args:
         name: a built-in name, an import path ``my_pkg.mod.fn`` or ``my_pkg.mod:fn``, or a callable, which is
-            returned as it is. The path may lead to a class, which is then made without arguments. Modules of
-            the current folder are found too.
+            returned as it is. The path may lead to a class, which is then made without arguments, or with those
+            in brackets: ``math_accuracy(wrong=-1.0)``. Modules of the current folder are found too.
         argument: how the user calls the setting; for the error.
 
     Raises:
@@ -151,20 +165,50 @@ def resolve_reward(name: str | RewardFunction, *, argument: str = "model.rewards
         raise UserError(argument, name, accepted)
     if name in BUILT_IN_REWARDS:
         return BUILT_IN_REWARDS[name]
+    spelled, name, settings = name, *_split_call(name, argument)
+    if name in CONFIGURABLE_REWARDS and settings is not None:
+        return _make(CONFIGURABLE_REWARDS[name], settings, argument, spelled)
     module_name, _, attribute = name.partition(":") if ":" in name else name.rpartition(".")
     if not module_name or not attribute:
         raise UserError(argument, name, accepted)
     found = _import(module_name, attribute, argument, name, accepted)
-    if inspect.isclass(found):
-        try:
-            found = found()
-        except TypeError as error:
-            raise UserError(argument, name, f"{accepted}; this class needs arguments ({error})") from error
+    if inspect.isclass(found) or settings is not None:
+        found = _make(found, settings or {}, argument, spelled)
     if not callable(found):
         raise UserError(argument, name, f"{accepted}; this is {type(found).__name__}, which can't be called")
     if inspect.iscoroutinefunction(found) or inspect.iscoroutinefunction(getattr(found, "__call__", None)):  # noqa: B004
         raise UserError(argument, name, f"{accepted}; this is an async function, and rewards are called without await")
     return found  # type: ignore[no-any-return]
+
+
+def _split_call(name: str, argument: str) -> tuple[str, dict[str, Any] | None]:
+    """``fn(a=1)`` -> fn and its settings; None where there are no brackets.
+
+    Raises:
+        UserError: something other than keywords with plain values in the brackets.
+    """
+    if not name.endswith(")"):
+        return name, None
+    before, _, inside = name[:-1].partition("(")
+    try:
+        call = ast.parse(f"f({inside})", mode="eval").body
+        if not isinstance(call, ast.Call) or call.args or any(keyword.arg is None for keyword in call.keywords):
+            raise ValueError
+        return before.strip(), {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
+    except (SyntaxError, ValueError) as error:
+        raise UserError(argument, name, "settings as name=value in the brackets, such as wrong=-1.0") from error
+
+
+def _make(factory: Callable[..., Any], settings: dict[str, Any], argument: str, name: str) -> RewardFunction:
+    try:
+        made: RewardFunction = factory(**settings)
+    except UserError as error:
+        raise UserError(argument, name, f"{error.argument.removeprefix('verifier.')}={error.accepted}") from error
+    except TypeError as error:
+        raise UserError(
+            argument, name, f"a class with other arguments, given as {name.partition('(')[0]}(name=value) ({error})"
+        ) from error
+    return made
 
 
 def _import(module_name: str, attribute: str, argument: str, name: str, accepted: str) -> Any:

@@ -17,8 +17,9 @@ from typing import Protocol
 
 from .algebra import TooLarge, Undecided, Value
 from .normalize import canonical
+from .policy import DEFAULT_POLICY, VerifierPolicy
 from .reader import MAX_CHARS, read
-from .units import PERCENT, split_unit, unit_named
+from .units import PERCENT, is_currency, split_unit, unit_named
 
 LONG_DECIMAL_DIGITS = 10
 _NUMBER = re.compile(r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)")
@@ -35,6 +36,8 @@ _NUMBER_WORDS |= dict(seven="7", eight="8", nine="9", ten="10", eleven="11", twe
 class Oracle(Protocol):
     """Decides about values, given as normalised text. None means that it can't tell."""
 
+    policy: VerifierPolicy
+
     def equal(self, gold: str, answer: str) -> bool | None:
         """Whether both are the same value."""
 
@@ -44,6 +47,9 @@ class Oracle(Protocol):
 
 class ExactOracle:
     """Exact algebra in this process; see `grpo_lit.rewards.algebra`."""
+
+    def __init__(self, policy: VerifierPolicy = DEFAULT_POLICY) -> None:
+        self.policy = policy
 
     def equal(self, gold: str, answer: str) -> bool | None:
         """Whether both are the same value; None if one of them isn't exact algebra."""
@@ -157,17 +163,31 @@ def _same_quantity(gold: str, answer: str, oracle: Oracle) -> bool | None:
     (left, left_unit), (right, right_unit) = split_unit(gold), split_unit(answer)
     gold_unit = unit_named(left_unit) if left_unit else None
     answer_unit = unit_named(right_unit) if right_unit else None
-    percent = ((PERCENT, 1),)
     kinds = {unit.dimensions for unit in (gold_unit, answer_unit) if unit}
+    if kinds == {((PERCENT, 1),)} and not (left_unit and right_unit):
+        bare, marked = (right, left) if left_unit else (left, right)
+        return _same_percent(bare, marked, oracle)
+    policy = oracle.policy
+    if left_unit and is_currency(left_unit):
+        if policy.currency == "required" and not (right_unit and is_currency(right_unit)):
+            return False
+    elif policy.units == "ignored":
+        return _same_value(left, right, oracle)
+    elif policy.units == "required" and gold_unit and not answer_unit:
+        return False
     if len(kinds) == 2:
         return False
-    if kinds == {percent} and not (left_unit and right_unit):
-        bare, marked = (right, left) if left_unit else (left, right)
-        return either(_same_value(bare, marked, oracle), lambda: _same_value(bare, f"({marked})/100", oracle))
     if gold_unit and answer_unit and gold_unit.factor != answer_unit.factor:
         scale = gold_unit.factor / answer_unit.factor
         left = rf"({left})\cdot\frac{{{scale.numerator}}}{{{scale.denominator}}}"
     return _same_value(left, right, oracle)
+
+
+def _same_percent(bare: str, marked: str, oracle: Oracle) -> bool | None:
+    """A number without the sign against one with it."""
+    policy = oracle.policy.percent
+    as_number = False if policy == "value" else _same_value(bare, marked, oracle)
+    return as_number if policy == "number" else either(as_number, lambda: _same_value(bare, f"({marked})/100", oracle))
 
 
 def _same_value(gold: str, answer: str, oracle: Oracle) -> bool | None:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from grpo_lit.errors import SystemFault, UserError
+from grpo_lit.rewards.policy import DEFAULT_POLICY, VerifierPolicy
 from grpo_lit.rewards.worker import OUT_OF_MEMORY
 
 MEMORY_BYTES = 3 << 30
@@ -35,10 +36,11 @@ _WORKER = Path(__file__).with_name("worker.py")
 
 
 class Job(NamedTuple):
-    """Two normalised answers to compare."""
+    """Two normalised answers to compare, and by which policy."""
 
     gold: str
     answer: str
+    policy: VerifierPolicy = DEFAULT_POLICY
 
 
 class Reply(NamedTuple):
@@ -103,7 +105,7 @@ class _Worker:
     def send(self, job: Job, timeout_s: float) -> None:
         """Hands over a job; a process found dead is replaced first."""
         self.timeout_s = timeout_s
-        request = {"gold": job.gold, "answer": job.answer, "timeout_s": timeout_s}
+        request = {"gold": job.gold, "answer": job.answer, "policy": list(job.policy), "timeout_s": timeout_s}
         for attempt in range(3):
             self.launch()
             self.wait_until_ready()

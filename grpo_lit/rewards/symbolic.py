@@ -23,6 +23,7 @@ from sympy.printing.pycode import MpmathPrinter  # type: ignore[import-untyped]
 from .algebra import TooLarge
 from .compare import same_answer
 from .leaves import LONG_DECIMAL_DIGITS, ExactOracle, check_size, plain_number
+from .policy import DEFAULT_POLICY, VerifierPolicy
 
 DIGITS = 50
 MAX_SUMMANDS = 20_000
@@ -102,8 +103,9 @@ def parse(text: str) -> Any:
 class SymbolicOracle:
     """Exact algebra first, then numbers at fixed points."""
 
-    def __init__(self) -> None:
-        self.exact = ExactOracle()
+    def __init__(self, policy: VerifierPolicy = DEFAULT_POLICY) -> None:
+        self.policy = policy
+        self.exact = ExactOracle(policy)
 
     def equal(self, gold: str, answer: str) -> bool | None:
         """Whether both are the same value."""
@@ -224,13 +226,13 @@ def _check_terms(expression: sympy.Expr) -> None:
         raise TooLarge(f"a sum or product of {terms} terms")
 
 
-def judge(gold: str, answer: str) -> tuple[bool | None, str]:
+def judge(gold: str, answer: str, policy: VerifierPolicy = DEFAULT_POLICY) -> tuple[bool | None, str]:
     """Verdict on two normalised answers: True, False, or None for an answer that can't be read; and why.
 
     Raises:
         TooLarge: evaluating one of them could take for ever.
     """
-    oracle = SymbolicOracle()
+    oracle = SymbolicOracle(policy)
     verdict = same_answer(gold, answer, oracle)
     if verdict is not None:
         return verdict, "the values agree" if verdict else "the values differ"

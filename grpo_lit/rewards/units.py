@@ -8,6 +8,8 @@ Policy, chosen so that a right number isn't lost to how it was dressed, and a wr
 * a unit that isn't in the table is ignored;
 * percent: with a sign on one side only, ``25`` and ``0.25`` both answer gold ``25%``, and ``25%`` answers
   both.
+
+`grpo_lit.rewards.policy.VerifierPolicy` makes each of them stricter.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 PERCENT = "percent"
+CURRENCIES = ("usd", "eur", "gbp", "yuan")
 # Of each dimension: names of a unit, and how many of the base unit it holds.
 _TABLE: dict[str, dict[str, str]] = {
     "length": {
@@ -119,6 +122,14 @@ def split_unit(text: str) -> tuple[str, str | None]:
         if (plain_number and _is_unit_like(unit)) or (len(unit) > 1 and unit_named(unit)):
             return words[1].rstrip(), unit
     return text, None
+
+
+def is_currency(unit: str) -> bool:
+    """Whether a unit as written is money."""
+    if unit in "¥₹":
+        return True
+    known = unit_named(unit)
+    return known is not None and known.dimensions[0][0] in CURRENCIES
 
 
 def _is_unit_like(words: str) -> bool:

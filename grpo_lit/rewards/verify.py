@@ -22,6 +22,7 @@ from grpo_lit.rewards.extract import final_answer, gold_answer
 from grpo_lit.rewards.leaves import ExactOracle, check_size
 from grpo_lit.rewards.normalize import normalise
 from grpo_lit.rewards.phrases import is_yes_or_no
+from grpo_lit.rewards.policy import DEFAULT_POLICY, VerifierPolicy
 from grpo_lit.rewards.pool import Job, Reply, WorkerPool, check_timeout
 
 VerdictKind = Literal["correct", "wrong", "unparsable", "timeout", "crashed"]
@@ -29,8 +30,6 @@ VERDICT_KINDS: tuple[VerdictKind, ...] = ("correct", "wrong", "unparsable", "tim
 MAX_ANSWER_CHARS = 2000
 """A final answer longer than this isn't read as mathematics."""
 CACHE_SIZE = 20_000
-
-_ORACLE = ExactOracle()
 
 
 @dataclass(frozen=True)
@@ -74,6 +73,7 @@ class VerifierPool:
     Args:
         num_workers: worker processes for what can't be decided exactly.
         timeout_s: longest time for one answer.
+        policy: what is made of units, percent signs and currencies.
 
     Example:
         >>> with VerifierPool() as pool:
@@ -81,11 +81,14 @@ class VerifierPool:
         ['correct', 'wrong']
 
     Raises:
-        UserError: fewer than one worker, or a time that isn't above zero.
+        UserError: fewer than one worker, a time that isn't above zero, or no such policy.
     """
 
-    def __init__(self, num_workers: int = 1, timeout_s: float = 5.0) -> None:
+    def __init__(self, num_workers: int = 1, timeout_s: float = 5.0, policy: VerifierPolicy = DEFAULT_POLICY) -> None:
+        if (problem := policy.problem()) is not None:
+            raise UserError(f"verifier.{problem[0]}", problem[1], problem[2])
         self.workers = WorkerPool(num_workers, timeout_s)
+        self.policy = policy
         self._cache = _Cache()
 
     def verify(self, response: str, gold: str, *, timeout_s: float | None = None) -> Verdict:
@@ -132,7 +135,7 @@ class VerifierPool:
         for name, value in (("response", response), ("gold", gold)):
             if not isinstance(value, str):
                 raise UserError(name, value, "text")
-        verdict, job = _exact_verdict(response, gold)
+        verdict, job = _exact_verdict(response, gold, self.policy)
         if job is not None:
             known = self._cache.find(job, timeout_s)
             if known is not None:
@@ -141,7 +144,7 @@ class VerifierPool:
         return verdict if job is None else _Pending(job, verdict)
 
 
-def _exact_verdict(response: str, gold: str) -> tuple[Verdict, Job | None]:
+def _exact_verdict(response: str, gold: str, policy: VerifierPolicy) -> tuple[Verdict, Job | None]:
     """A verdict, or with a job one that is still to be completed by a worker."""
     found = final_answer(response)
     wanted, several = _prepared_gold(gold)
@@ -157,7 +160,7 @@ def _exact_verdict(response: str, gold: str) -> tuple[Verdict, Job | None]:
         return replace(verdict, kind="unparsable", reason=f"an answer of {len(text)} characters"), None
     answer = normalise(text)
     try:
-        same = same_answer(wanted, answer, _ORACLE)
+        same = same_answer(wanted, answer, ExactOracle(policy))
         if same is None:
             check_size(wanted)
             check_size(answer)
@@ -165,7 +168,7 @@ def _exact_verdict(response: str, gold: str) -> tuple[Verdict, Job | None]:
         reason = f"refused to evaluate {error}" if isinstance(error, TooLarge) else "nested too deeply"
         return replace(verdict, kind="unparsable", reason=reason), None
     if same is None:
-        return verdict, Job(wanted, answer)
+        return verdict, Job(wanted, answer, policy)
     if not same and not several and is_several(answer):
         return replace(verdict, reason="several answers where one is asked for"), None
     reason = "equal by exact comparison" if same else "different by exact comparison"
@@ -255,9 +258,10 @@ def verify_math(response: str, gold: str, *, timeout_s: float = 5.0) -> Verdict:
     return default_pool().verify(response, gold, timeout_s=timeout_s)
 
 
-def explain(response: str, gold: str, *, timeout_s: float = 5.0) -> str:
+def explain(response: str, gold: str, *, timeout_s: float = 5.0, pool: VerifierPool | None = None) -> str:
     """A verdict with all that led to it, in lines for a reader."""
-    verdict = verify_math(response, gold, timeout_s=timeout_s)
+    pool = pool or default_pool()
+    verdict = pool.verify(response, gold, timeout_s=timeout_s)
     wanted, several = _prepared_gold(gold)
     lines = [
         f"verdict   {verdict.kind}: {verdict.reason}",
@@ -270,4 +274,6 @@ def explain(response: str, gold: str, *, timeout_s: float = 5.0) -> str:
         if len(verdict.extracted) <= MAX_ANSWER_CHARS:
             lines.append(f"read as   {normalise(verdict.extracted)!r}")
     lines.append(f"decided   by {verdict.method} in {1000 * verdict.latency_s:.2f} ms")
+    if pool.policy != DEFAULT_POLICY:
+        lines.append("policy    " + ", ".join(f"{name} {value}" for name, value in pool.policy._asdict().items()))
     return "\n".join(lines)

@@ -5,8 +5,8 @@ user's main module is imported. The clock of a request starts here, once it has 
 the kernel ends the process (SIGALRM with its default action), even from within a C loop that no Python
 handler could interrupt. Limits on CPU time and memory stand behind it.
 
-Requests: ``{"gold": str, "answer": str, "timeout_s": float}``. Answers: ``{"correct": bool | null, "reason":
-str, "seconds": float}``; null means that the answer couldn't be read.
+Requests: ``{"gold": str, "answer": str, "policy": [str], "timeout_s": float}``. Answers: ``{"correct": bool | null,
+"reason": str, "seconds": float}``; null means that the answer couldn't be read.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _load_judge(folder: str) -> Any:
     sys.modules[package.__name__] = package
     module = importlib.import_module(f"{package.__name__}.symbolic")
     algebra = importlib.import_module(f"{package.__name__}.algebra")
-    return module.judge, algebra.TooLarge
+    return module.judge, module.VerifierPolicy, algebra.TooLarge
 
 
 def main() -> None:
@@ -71,7 +71,7 @@ def main() -> None:
     setup = json.loads(requests.readline())
     threading.Thread(target=_leave_with_parent, args=(setup["parent"],), daemon=True).start()
     sys.path[:] = setup["path"]  # the parent's, and no longer this file's own folder first
-    judge, too_large = _load_judge(os.path.dirname(os.path.abspath(__file__)))
+    judge, make_policy, too_large = _load_judge(os.path.dirname(os.path.abspath(__file__)))
     judge("\\sin(x)^2+\\cos(x)^2", "1")  # loads the parser's tables: start-up isn't an answer's time
     _limit("RLIMIT_CORE", 0)
     _limit("RLIMIT_AS", setup["memory_bytes"])
@@ -81,7 +81,7 @@ def main() -> None:
         _set_clock(request["timeout_s"])
         start = time.perf_counter()
         try:
-            correct, reason = judge(request["gold"], request["answer"])
+            correct, reason = judge(request["gold"], request["answer"], make_policy(*request["policy"]))
         except too_large as error:
             correct, reason = None, f"refused to evaluate {error}"
         except RecursionError:
