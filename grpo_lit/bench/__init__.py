@@ -12,6 +12,7 @@ BENCHMARKS = {
     "memory": "grpo_lit.bench.memory",
     "rollout": "grpo_lit.bench.rollout",
     "scaling": "grpo_lit.bench.scaling",
+    "step": "grpo_lit.bench.step",
 }
 
 

@@ -58,7 +58,8 @@ def _near(logp: Tensor, gen: torch.Generator) -> Tensor:
     return (logp + 0.2 * torch.randn(logp.shape, device=logp.device, generator=gen)).float()
 
 
-def _relative(got: Tensor, true: Tensor) -> float:
+def relative(got: Tensor, true: Tensor) -> float:
+    """Norm of the error over the norm of the truth."""
     return ((got.double() - true).norm() / true.norm()).item()
 
 
@@ -131,12 +132,12 @@ def logits_case(
             prepare()
         (grad,) = torch.autograd.grad(loss(leaf), leaf)
         if "half masked" not in name:
-            errors[name] = _relative(grad[:, :t].reshape(n * t, vocab)[rows], true)
+            errors[name] = relative(grad[:, :t].reshape(n * t, vocab)[rows], true)
         del grad
         candidates += _modes(name, loss, leaf, prepare, modes)
     loss_and_grad = baselines.separate_kernels
     with torch.no_grad():
-        errors["three kernels"] = _relative(
+        errors["three kernels"] = relative(
             loss_and_grad(logits, ids, old, advantages, weights)[1].view(n * t, vocab)[rows], true
         )
         flat = logits.detach()
@@ -232,10 +233,10 @@ def token_case(n: int, t: int, device: torch.device, *, compiled: bool, ragged: 
     }
     if compiled:
         losses["torch.compile"] = torch.compile(baselines.eager_token_loss, dynamic=False)
-    errors = {name: _relative(gradient(loss), true) for name, loss in losses.items()}
+    errors = {name: relative(gradient(loss), true) for name, loss in losses.items()}
     candidates = [Candidate(name, "full", over_sets(loss, True), divide=sets) for name, loss in losses.items()]
     with torch.no_grad():
-        errors["atomics"] = _relative(baselines.atomic_token_loss(*inputs[0])[1], true)
+        errors["atomics"] = relative(baselines.atomic_token_loss(*inputs[0])[1], true)
     atomics = over_sets(baselines.atomic_token_loss, False)
     # what the baseline does, and no more: loss and derivative, without autograd around them
     op = torch.ops.grpo_lit.grpo_token_loss
@@ -311,7 +312,7 @@ def head_case(
     for name, loss in losses.items():
         (grad,) = torch.autograd.grad(loss(hidden), hidden)
         if name != "liger":  # it weighs tokens its own way
-            errors[name] = _relative(grad.reshape(n * t, width)[rows], true)
+            errors[name] = relative(grad.reshape(n * t, width)[rows], true)
         candidates += _modes(name, loss, hidden, None, ("full",))
     label = f"{n} x {t} x {vocab}, hidden {width}, {str(dtype).removeprefix('torch.')}"
     reference = "eager" if rivals else "ours, 16-bit logits"

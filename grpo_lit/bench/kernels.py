@@ -25,7 +25,7 @@ from grpo_lit.errors import UserError
 if TYPE_CHECKING:
     from grpo_lit.bench.kernel_cases import Case
 
-SECTIONS = ("logits", "tokens", "head")
+SECTIONS = ("logits", "tokens", "head", "lora", "entropy")
 # rows of tokens, tokens a row, vocabulary, dtype
 LOGITS_SIZES = [
     (4, 256, 32768, torch.float32),
@@ -33,8 +33,16 @@ LOGITS_SIZES = [
     (4, 768, 50257, torch.bfloat16),
     (4, 768, 151936, torch.bfloat16),
 ]
+# rows, in, out: q, gate and down of the 1.5B shape in a micro-batch of 4 x (128 + 768)
+LORA_SIZES = [(3584, 1536, 1536), (3584, 1536, 8960), (3584, 8960, 1536)]
 CURVE = (8192, 16384, 32768, 50257, 65536, 131072, 151936, 262144)
-_SLACK = {"fused_logits_grpo": 2e-5, "grpo_token_loss": 2e-6, "fused_linear_grpo": 2e-3}
+_SLACK = {
+    "fused_logits_grpo": 2e-5,
+    "grpo_token_loss": 2e-6,
+    "fused_linear_grpo": 2e-3,
+    "lora_linear": 1e-3,
+    "entropy_mask": 0.0,
+}
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -101,6 +109,7 @@ _MODES = ("full", "forward", "backward")
 def _cases(options: argparse.Namespace, device: torch.device) -> Iterator[Case]:
     """The cases asked for, built one at a time so that only one holds memory."""
     from grpo_lit.bench.kernel_cases import head_case, logits_case, token_case
+    from grpo_lit.bench.layer_cases import entropy_case, lora_case
 
     compiled = not options.no_compile and device.type == "cuda"
     on_cuda = device.type == "cuda"
@@ -118,6 +127,13 @@ def _cases(options: argparse.Namespace, device: torch.device) -> Iterator[Case]:
             yield head_case(4, 8 * 768, *head, rivals=False, compiled=compiled)
         else:
             yield head_case(2, 2, 8, 60, torch.float32, device, rivals=True, compiled=False)
+    if "lora" in options.sections:
+        dtype = torch.bfloat16 if on_cuda else torch.float32
+        for rows, width, out in LORA_SIZES if on_cuda else [(6, 64, 32)]:
+            for nf4 in (False, True):
+                yield lora_case(rows, width, out, dtype, device, nf4=nf4)
+    if "entropy" in options.sections:
+        yield entropy_case(*((16, 768) if on_cuda else (3, 20)), device)
 
 
 def _context(device: torch.device, timer: Timer) -> dict[str, object]:

@@ -1,0 +1,169 @@
+"""``grpo-lit bench step``: one whole training step by phase, with each rollout engine and beside TRL where installed.
+
+Every candidate runs in a process of its own, on a model of a known shape with random weights (nothing is downloaded):
+NF4 base, LoRA of rank 16 on q, k, v and o, gradient checkpointing, bf16, AdamW. Times are wall clock with the device
+waited for, medians over the steps after the first; peaks are torch's allocator's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from grpo_lit.bench.shapes import SHAPES
+from grpo_lit.errors import UserError
+
+OURS = ("graph", "hf", "vllm")
+PHASES = ("rollout", "reward", "score", "train", "optimizer")
+PACKAGES = ("torch", "transformers", "bitsandbytes", "trl", "peft", "vllm")
+_RESULT = "bench step result: "
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command's arguments."""
+    made = argparse.ArgumentParser(
+        prog="grpo-lit bench step",
+        description=__doc__.splitlines()[0] if __doc__ else None,
+        epilog="Further arguments are those of grpo-lit fit, for our candidates.",
+    )
+    made.add_argument("--shape", default="1.5b", choices=sorted(SHAPES), help="model of this shape, random weights")
+    made.add_argument(
+        "--candidates", nargs="+", default=["graph", "trl"], metavar="NAME", help=f"{' | '.join(OURS)} | trl"
+    )
+    made.add_argument("--prompts", type=int, default=4)
+    made.add_argument("--rows", type=int, default=4, help="completions of each prompt")
+    made.add_argument("--micro-batch", type=int, default=4, help="rows of a micro-batch")
+    made.add_argument("--prompt-tokens", type=int, default=128)
+    made.add_argument("--completion-tokens", type=int, default=768, help="every completion has this length")
+    made.add_argument("--steps", type=int, default=3, help="optimizer steps; the first warms up and is not counted")
+    made.add_argument("--profile", action="store_true", help="also: device time of one more step by kind of kernel")
+    made.add_argument("--csv", type=Path, help="write every row with device, versions and date to this file")
+    made.add_argument("--json", action="store_true", help="print the rows as JSON, and nothing else")
+    made.add_argument("--cpu", action="store_true", help="on the CPU: shows that it works, measures nothing")
+    made.add_argument("--child", choices=(*OURS, "trl"), help=argparse.SUPPRESS)
+    return made
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs each candidate, prints the table; returns 1 if one failed.
+
+    Args:
+        argv: arguments after ``grpo-lit bench step``.
+    """
+    options, extra = parser().parse_known_args(list(argv))
+    for name in options.candidates:
+        if name not in (*OURS, "trl"):
+            raise UserError("--candidates", name, " | ".join((*OURS, "trl")))
+    for name, least in (("prompts", 1), ("rows", 2), ("micro_batch", 1), ("steps", 2), ("completion_tokens", 1)):
+        if getattr(options, name) < least:
+            raise UserError(f"--{name.replace('_', '-')}", getattr(options, name), f"at least {least}")
+    if options.child:
+        return _child(options, extra)
+    rows, failed = [], False
+    show = (lambda line: None) if options.json else (lambda line: print(line, flush=True))
+    context = _context(options)
+    show(_headline(options, context))
+    for name in options.candidates:
+        result = _run(name, list(argv))
+        if "error" in result:
+            failed = True
+            print(f"{name}: {result['error']}", file=sys.stderr, flush=True)
+            continue
+        rows.append({"candidate": name, **result, **context})
+    for line in _table(rows):
+        show(line)
+    if options.csv is not None and rows:
+        options.csv.parent.mkdir(parents=True, exist_ok=True)
+        with options.csv.open("w", newline="") as file:
+            writer = csv.DictWriter(file, [key for key in rows[0] if key != "kernels"], extrasaction="ignore")
+            writer.writeheader()
+            writer.writerows(rows)
+    if options.json:
+        print(json.dumps({"context": context, "rows": rows}))
+    return int(failed or not rows)
+
+
+def _run(name: str, argv: list[str]) -> dict[str, Any]:
+    """A candidate in a process of its own: its peaks and its allocator are its own."""
+    command = [sys.executable, "-m", "grpo_lit", "bench", "step", "--child", name, *argv]
+    done = subprocess.run(command, capture_output=True, text=True, env=dict(os.environ), check=False)
+    for line in done.stdout.splitlines():
+        if line.startswith(_RESULT):
+            result: dict[str, Any] = json.loads(line.removeprefix(_RESULT))
+            return result
+    tail = (done.stderr.strip() or done.stdout.strip()).splitlines()[-12:]
+    return {"error": f"exit code {done.returncode}\n" + "\n".join(tail)}
+
+
+def _child(options: argparse.Namespace, extra: list[str]) -> int:
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    with tempfile.TemporaryDirectory() as scratch:
+        if options.child == "trl":
+            from grpo_lit.bench.step_trl import run_trl
+
+            result = run_trl(options, Path(scratch))
+        else:
+            from grpo_lit.bench.step_ours import run_ours
+
+            result = run_ours(options, extra, Path(scratch))
+    print(_RESULT + json.dumps(result), flush=True)
+    return 0
+
+
+def _context(options: argparse.Namespace) -> dict[str, object]:
+    from grpo_lit.bench.kernel_baselines import installed
+
+    on_cuda = torch.cuda.is_available() and not options.cpu
+    return {
+        "gpu": torch.cuda.get_device_name() if on_cuda else None,
+        "measurement": on_cuda,
+        "shape": options.shape,
+        "completions": options.prompts * options.rows,
+        "prompt_tokens": options.prompt_tokens,
+        "completion_tokens": options.completion_tokens,
+        **{package: installed(package) for package in PACKAGES},
+        "date": date.today().isoformat(),
+    }
+
+
+def _headline(options: argparse.Namespace, context: dict[str, object]) -> str:
+    versions = ", ".join(f"{name} {context[name]}" for name in PACKAGES if context[name])
+    where = context["gpu"] or "NO MEASUREMENT: no CUDA device"
+    return (
+        f"{where}; {versions}; {context['date']}\nshape {options.shape}: {context['completions']} completions of "
+        f"{options.prompt_tokens} + {options.completion_tokens} tokens, micro-batches of {options.micro_batch} rows"
+    )
+
+
+def _table(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Seconds by phase and peaks, and each candidate relative to the last one, which is TRL if it ran."""
+    if not rows:
+        return []
+    lines = ["", f"{'':<12}" + "".join(f"{p:>11}" for p in (*PHASES, "step")) + f"{'train MiB':>11}{'peak MiB':>10}"]
+    lines[-1] += f"{'reserved':>10}"
+    for row in rows:
+        cells = "".join(f"{row.get(f'{p}_s') or 0.0:>10.3f}s" for p in (*PHASES, "step"))
+        peaks = [row.get(name) or float("nan") for name in ("train_peak_mib", "peak_mib", "reserved_mib")]
+        lines.append(f"{row['candidate']:<12}{cells}{peaks[0]:>11.0f}{peaks[1]:>10.0f}{peaks[2]:>10.0f}")
+    last = rows[-1]
+    for row in rows[:-1] if last["candidate"] == "trl" else []:
+        ratios = [f"{what} {row[key] / last[key]:.2f}x" for what, key in (("step", "step_s"), ("train", "train_s"))]
+        if last.get("peak_mib") and row.get("peak_mib"):
+            ratios.append(f"peak memory {row['peak_mib'] / last['peak_mib']:.2f}x")
+        lines.append(f"{row['candidate']} against TRL: {', '.join(ratios)}")
+    for row in rows:
+        for kind, (milliseconds, launches) in (row.get("kernels") or {}).items():
+            lines.append(f"{row['candidate']} training, {kind:<24} {milliseconds:9.1f} ms {launches:7d} launches")
+    return lines
