@@ -184,10 +184,15 @@ def _mixed_sum(words: Tensor, position: int) -> Tensor:
 def check_parameter_hash(
     params: Sequence[Tensor] | Iterable[Tensor], *, step: int, device: torch.device | str = "cpu"
 ) -> str:
+    """`check_digest` of the `parameter_hash` of trainable parameters, in the same order on every rank."""
+    return check_digest(parameter_hash(params), step=step, device=device)
+
+
+def check_digest(digest: str, *, step: int, device: torch.device | str = "cpu") -> str:
     """Stops the run, on all ranks at once, if any of them holds other weights.
 
     Args:
-        params: trainable parameters, in the same order on every rank.
+        digest: `parameter_hash` of this rank's trainable parameters.
         step: for the message.
         device: where the exchange runs; the GPU with NCCL.
 
@@ -197,7 +202,6 @@ def check_parameter_hash(
     Raises:
         SystemFault: on every rank, naming the ranks by digest.
     """
-    digest = parameter_hash(params)
     ranks = world_size()
     if ranks == 1:
         return digest

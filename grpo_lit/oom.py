@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 import torch
 
+from grpo_lit.errors import SystemFault
+
 _UNITS = {"B": 1, "bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "PiB": 2**50}
 _SIZE = r"(\d+(?:\.\d+)?) ?(bytes|B|KiB|MiB|GiB|TiB|PiB)\b"
 # What allocations of libraries under torch say; torch's own allocator on the GPU raises torch.OutOfMemoryError.
@@ -27,16 +29,25 @@ class PeerOutOfMemory(RuntimeError):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception says that memory ran out, on the GPU or the host.
+    """Whether an exception says that memory ran out, on the GPU or the host, or was raised from one that does.
 
     >>> is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(handle)"))
     True
     >>> is_out_of_memory(RuntimeError("CUDA error: an illegal memory access was encountered"))
     False
     """
-    if isinstance(error, torch.OutOfMemoryError | MemoryError | PeerOutOfMemory):
-        return True
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in _TEXTS)
+    return out_of_memory_in(error) is not None
+
+
+def out_of_memory_in(error: BaseException | None) -> BaseException | None:
+    """The error itself or the first of its causes that says that memory ran out."""
+    while error is not None and not isinstance(error, SystemFault):  # whoever raised that has given up
+        if isinstance(error, torch.OutOfMemoryError | MemoryError | PeerOutOfMemory):
+            return error
+        if isinstance(error, RuntimeError) and any(text in str(error) for text in _TEXTS):
+            return error
+        error = error.__cause__
+    return None
 
 
 class Shortage(NamedTuple):
@@ -93,15 +104,17 @@ def mebibytes(num_bytes: int) -> str:
     return f"{-(-num_bytes // 2**20)} MiB"
 
 
-def without_frames(error: Exception) -> Exception:
-    """The same exception with nothing hanging on it: frames of a traceback keep their tensors alive."""
+def without_frames(error: BaseException) -> Exception:
+    """The out-of-memory error in it with nothing hanging on it: a traceback's frames keep their tensors alive."""
+    found = out_of_memory_in(error)
+    assert isinstance(found, Exception)
     seen: BaseException | None = error
     while seen is not None:
         traceback.clear_frames(seen.__traceback__)
         following = seen.__cause__ or seen.__context__
         seen.__traceback__ = seen.__cause__ = seen.__context__ = None
         seen = following
-    return error
+    return found
 
 
 def memory_limit(device: torch.device) -> int:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from grpo_lit.distributed import FlatGradients
+from grpo_lit.distributed import FlatGradients, parameter_hash
 from grpo_lit.lora import adapters_off
 from grpo_lit.loss import TokenSelection, grpo_loss, merge_totals, select_tokens, totals_to_metrics
 from grpo_lit.snapshot import OptimizerSnapshot, Snapshot
@@ -148,7 +148,7 @@ class Passes:
         self.old_shapes = shapes
         if number == 0 and module.ppo_passes > 1:
             self.first_weights = Snapshot(self.parameters)
-        return totals, module.world.flatten_gradients(self.parameters)
+        return _on_host(totals), module.world.flatten_gradients(self.parameters)
 
     def _backward(self, rows: Tensor, *, records_old: bool) -> dict[str, Tensor]:
         module, training = self.module, self.training
@@ -190,21 +190,23 @@ class Passes:
         with module.phase.with_other_ranks("allreduce"):
             module.world.reduce_gradients(flat)
         metrics = totals_to_metrics(module.world.merge_totals(totals))
-        norm = module.phase.attempt(lambda: _gradient_norm(parameters)) if metrics else torch.zeros(())
+        norm = module.phase.attempt(lambda: _gradient_norm(parameters))
         metrics["grad_norm"] = float(norm)
         metrics["lr"] = float(optimizer.param_groups[0]["lr"])
         if module.guard.check(module, metrics.get("loss", 0.0), metrics["grad_norm"], self.training):
-            self._update(norm if metrics else None)
+            self._update(norm)
             scheduler = module.lr_schedulers()
             assert scheduler is not None
             assert not isinstance(scheduler, list)
             scheduler.step()  # type: ignore[call-arg]
-            module.world.check_replicas(module.live_policy.trainable_parameters(), module.trainer.global_step)
+            if module.world.size > 1:
+                digest = module.phase.attempt(lambda: parameter_hash(parameters))
+                module.world.check_replicas(digest, module.trainer.global_step, parameters[0].device)
             module.engine.weights_changed()
         optimizer.zero_grad(set_to_none=True)
         return metrics
 
-    def _update(self, norm: Tensor | None) -> None:
+    def _update(self, norm: Tensor) -> None:
         """Clip and step, whole or not at all."""
         module, parameters = self.module, self.parameters
         optimizer = module.optimizers()
@@ -214,7 +216,7 @@ class Passes:
         def step() -> None:
             if module.phase.replays and not before:
                 before.append(OptimizerSnapshot(optimizer.optimizer, parameters))
-            if norm is not None and module.max_grad_norm is not None:
+            if module.max_grad_norm is not None:
                 nn.utils.clip_grads_with_norm_(parameters, module.max_grad_norm, norm)
             optimizer.step()
 
@@ -223,6 +225,11 @@ class Passes:
                 snapshot.restore()
 
         module.phase.attempt(step, undo=undo)
+
+
+def _on_host(totals: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The pairs on the CPU, in one transfer."""
+    return dict(zip(totals, torch.stack(list(totals.values())).cpu(), strict=True)) if totals else {}
 
 
 def _gradient_norm(parameters: Sequence[nn.Parameter]) -> Tensor:

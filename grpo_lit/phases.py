@@ -99,6 +99,7 @@ class PhaseRecorder:
         largest_load: the load with the most tokens of the last attempt.
         step_started: `time.perf_counter` when the step began.
         attempt_started: `time.perf_counter` of its start.
+        attempting: whether an attempt is running.
     """
 
     def __init__(self, pl_module: GRPOModule) -> None:
@@ -110,6 +111,7 @@ class PhaseRecorder:
         self.step_started = 0.0
         self.load = self.largest_load = Load()
         self.attempt_started = 0.0
+        self.attempting = False
 
     @property
     def listeners(self) -> list[PhaseListener]:
@@ -196,12 +198,15 @@ class PhaseRecorder:
             self.attempt_started = time.perf_counter()
             result: T | None = None
             error: Exception | None = None
+            self.attempting = True
             try:
                 result = work()
             except Exception as raised:
                 if not is_out_of_memory(raised):
                     raise
                 error = without_frames(raised)
+            finally:
+                self.attempting = False
             with self.with_other_ranks(f"rank_wait_{self._phase}"):
                 failed = self._module.world.any(error is not None, self._module.device)
             if not failed:

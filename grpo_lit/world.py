@@ -12,7 +12,7 @@ from lightning.pytorch import Trainer
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from grpo_lit.distributed import FlatGradients, check_parameter_hash, flatten_gradients
+from grpo_lit.distributed import FlatGradients, check_digest, flatten_gradients
 from grpo_lit.loss import merge_totals
 from grpo_lit.step import GlobalRows
 
@@ -76,8 +76,7 @@ class WorldView(NamedTuple):
         columns = [torch.cat(column) for column in zip(*ranks, strict=True)]
         return GlobalRows(columns[0], columns[1], columns[2], columns[3], slice(start, start + len(own[0])))
 
-    def check_replicas(self, parameters: Sequence[tuple[str, nn.Parameter]], step: int) -> None:
-        """Stop the run if the trainable weights differ between ranks."""
+    def check_replicas(self, digest: str, step: int, device: torch.device) -> None:
+        """Stop the run if the digests of the trainable weights differ between ranks."""
         if self.size > 1:
-            weights = [parameter for _, parameter in parameters]
-            check_parameter_hash(weights, step=step, device=weights[0].device)
+            check_digest(digest, step=step, device=device)

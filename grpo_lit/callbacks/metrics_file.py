@@ -15,7 +15,7 @@ from typing_extensions import override
 from grpo_lit.callbacks._schedule import validation_follows
 
 _log = logging.getLogger(__name__)
-TIMING_PREFIXES = ("perf/", "vram/")
+TIMING_PREFIXES = ("perf/", "vram/", "oom/", "micro_batch/")
 
 
 class MetricsFile(Callback):
