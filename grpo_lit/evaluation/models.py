@@ -29,6 +29,8 @@ class ResolvedModel:
     ckpt_path: Path | None = None
     selection_source: str | None = None
     """How the weights were chosen among others, in words."""
+    lora: LoRAConfig | None = None
+    """Adapters of the run, for its base: load_policy gives 4-bit weights only with adapters over them."""
     chat_template_kwargs: dict[str, Any] | None = None
 
     def fingerprint(self) -> dict[str, Any]:
@@ -115,6 +117,8 @@ def _of_run(where: str, entry: ModelEntry, run: Path) -> ResolvedModel:
         policy.quantization = "nf4" if entry.quantization == "nf4" else None
     data = config["data"].get("init_args", config["data"])
     resolved = ResolvedModel(policy, chat_template_kwargs=data.get("chat_template_kwargs"))
+    if config["model"].get("lora"):
+        resolved.lora = LoRAConfig(**config["model"]["lora"])
     if entry.which == "final" and (run / "adapter").is_dir():
         resolved.adapter = run / "adapter"
     elif entry.which == "final" and (run / "model").is_dir():
@@ -158,7 +162,7 @@ def load_model(resolved: ResolvedModel, device: str) -> tuple[Policy, PromptEnco
         lora = LoRAConfig(**entry["lora"]) if entry.get("lora") else None
         state = {name.removeprefix("policy."): value for name, value in checkpoint["state_dict"].items()}
     elif resolved.policy.quantization:
-        lora = LoRAConfig(rank=1)  # B is zero: the base, in the 4-bit format that load_policy gives only with adapters
+        lora = resolved.lora or LoRAConfig(rank=1)  # B is zero, so this is the base
     policy = load_policy(resolved.policy, lora, device=device)
     if resolved.adapter is not None:
         load_adapter(policy.model, resolved.adapter)

@@ -1,0 +1,70 @@
+"""``grpo-lit export``: a run, checkpoint or adapter as a PEFT folder or as one merged model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from grpo_lit.callbacks.metrics_file import read_metrics
+from grpo_lit.cli.parser import CLIParser
+from grpo_lit.cli.train import quiet_third_parties
+from grpo_lit.errors import UserError
+from grpo_lit.evaluation.config import ModelEntry
+from grpo_lit.evaluation.model_card import model_card
+from grpo_lit.evaluation.models import read_run_config, resolve_model
+from grpo_lit.export import DTYPES, Difference, export_adapter, export_merged, write_differences
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Parse, export, measure, and write the model card."""
+    quiet_third_parties()
+    parser = CLIParser(prog="grpo-lit export", description="Export trained weights for other tools.")
+    parser.add_class_arguments(ModelEntry, None, instantiate=False, skip={"dtype", "quantization"})
+    parser.add_argument("--to", type=str, default="merged", help="merged: one model. adapter: a PEFT folder.")
+    parser.add_argument("--output", type=str, required=True, help="Folder to write; must be empty or missing.")
+    parser.add_argument("--dtype", type=str, default="bf16", help="Of the merged weights: bf16, fp16 or fp32.")
+    parser.add_argument(
+        "--base",
+        type=str,
+        default="original",
+        help="Merge into the original weights, or into the dequantized ones of a 4-bit base.",
+    )
+    parser.add_argument("--evaluation", type=str | None, default=None, help="Evaluation folder quoted in the card.")
+    options = parser.parse_args(list(arguments))
+    for name, accepted in (
+        ("to", ("merged", "adapter")),
+        ("dtype", tuple(DTYPES)),
+        ("base", ("original", "dequantized")),
+    ):
+        if options[name] not in accepted:
+            raise UserError(name, options[name], f"one of {', '.join(accepted)}")
+    folder = Path(options.output)
+    if folder.exists() and any(folder.iterdir()):
+        raise UserError("output", str(folder), "an empty or a new folder")
+    evaluation = None if options.evaluation is None else Path(options.evaluation)
+    if evaluation is not None and not (evaluation / "summary.csv").is_file():
+        raise UserError("evaluation", options.evaluation, "a folder of grpo-lit evaluate")
+    fields = ("path", "adapter", "ckpt_path", "run", "which")
+    entry = ModelEntry(**{name: options[name] for name in fields})
+    resolved = resolve_model("export", entry, "cpu")
+    differences: dict[str, Difference] = {}
+    if options.to == "adapter":
+        export_adapter(resolved, folder)
+    else:
+        differences = export_merged(resolved, folder, base=options.base, dtype=options.dtype)
+        write_differences(folder, differences)
+    run_config = None if entry.run is None else read_run_config(entry.run, argument="run")
+    metrics = [] if entry.run is None else read_metrics(Path(entry.run) / "metrics.jsonl")
+    card = model_card(
+        resolved,
+        kind=options.to,
+        run_config=run_config,
+        metrics=metrics,
+        differences=differences,
+        evaluation=evaluation,
+    )
+    (folder / "README.md").write_text(card, encoding="utf-8")
+    for name, difference in differences.items():
+        print(f"log-probs of the {options.dtype} file against the {name}: {difference}")
+    print(f"written: {folder} ({', '.join(sorted(path.name for path in folder.iterdir()))})")
+    return 0
