@@ -23,6 +23,7 @@ from torch import nn
 from torchmetrics import MeanMetric
 
 from grpo_lit import checkpoint as ckpt
+from grpo_lit.dynamic_sampling import sample_step
 from grpo_lit.errors import UserError
 from grpo_lit.kernels import dispatch
 from grpo_lit.lora import LoRAConfig
@@ -36,7 +37,7 @@ from grpo_lit.policy import Policy, PolicyConfig, load_policy
 from grpo_lit.prompts import PromptEncoder, load_tokenizer
 from grpo_lit.rewards import RewardOutput
 from grpo_lit.rollout import Rollout, RolloutConfig, RolloutEngine, SamplingConfig, build_engine, row_keys
-from grpo_lit.sampling_step import StepRows, decode, judge, sample_rows
+from grpo_lit.sampling_step import StepRows, decode, judge
 from grpo_lit.step import make_training_batch, rollout_metrics
 from grpo_lit.world import WorldView
 
@@ -238,7 +239,7 @@ class GRPOModule(LightningModule):
         """One rollout and ``ppo_passes`` optimizer steps on it."""
         del batch_idx
         self.phase.reset()
-        rows = sample_rows(self, batch)
+        rows = sample_step(self, batch)
         config = self.loss_config
         training = make_training_batch(
             rows.rollout, rows.rewards, rows.everyone, config, self.rollout_config.sampling.max_completion_length
@@ -247,7 +248,7 @@ class GRPOModule(LightningModule):
             f"rollout/{name}": value
             for name, value in rollout_metrics(rows.everyone, mask_truncated=config.mask_truncated).items()
         }
-        metrics |= {f"rollout/{name}": value for name, value in rows.reward_metrics.items()}
+        metrics |= {n if "/" in n else f"rollout/{n}": value for n, value in rows.reward_metrics.items()}
         metrics |= {f"train/{name}": value for name, value in Passes(self, training).run().items()}
         self.rollout_step += 1
         self.step_rows = rows

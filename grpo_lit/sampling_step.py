@@ -16,7 +16,7 @@ from grpo_lit.datamodules.loader import PromptBatch
 from grpo_lit.datamodules.vigor import UniformAllocator, VigorAllocator
 from grpo_lit.loss import length_penalty, soft_overlong_penalty
 from grpo_lit.prompts import prefilled_tail
-from grpo_lit.rewards import VERDICT_KINDS, RewardOutput, compute_rewards
+from grpo_lit.rewards import VERDICT_KINDS, RewardOutput, compute_rewards, latency_histogram
 from grpo_lit.rollout import Rollout, RolloutConfig, row_keys
 from grpo_lit.step import GlobalRows
 
@@ -187,7 +187,7 @@ def shape_rewards(module: GRPOModule, rewards: Tensor, rollout: Rollout) -> Tens
 def _reward_metrics(
     module: GRPOModule, per_function: dict[str, Tensor], outputs: Sequence[RewardOutput]
 ) -> dict[str, float]:
-    """Mean of each reward function, verdict counts and latency, over all ranks."""
+    """Mean of each reward function, verdict counts and how long verdicts took, over all ranks."""
     sums = {
         name: (float(values[~values.isnan()].double().sum()), int((~values.isnan()).sum()))
         for name, values in per_function.items()
@@ -196,12 +196,14 @@ def _reward_metrics(
     for output in outputs:
         for kind, count in output.verdict_counts.items():
             verdicts[kind] = verdicts.get(kind, 0) + count
-    ranks = module.world.gather((sums, verdicts))
-    metrics = {}
+    latencies = [latency for output in outputs for latency in output.latencies_s]
+    ranks = module.world.gather((sums, verdicts, latencies))
+    everyones = [latency for rank in ranks for latency in rank[2]]
+    metrics = {f"perf/{name}": value for name, value in latency_histogram(everyones).items()}
     for name in sums:
         total, count = (sum(rank[0][name][i] for rank in ranks) for i in (0, 1))
         metrics[f"reward_{name}"] = total / count if count else 0.0
-    if any(rank_verdicts for _, rank_verdicts in ranks):
+    if any(rank_verdicts for _, rank_verdicts, _ in ranks):
         for kind in VERDICT_KINDS:
-            metrics[f"verdict_{kind}"] = float(sum(rank_verdicts.get(kind, 0) for _, rank_verdicts in ranks))
+            metrics[f"verdict_{kind}"] = float(sum(rank_verdicts.get(kind, 0) for _, rank_verdicts, _ in ranks))
     return metrics

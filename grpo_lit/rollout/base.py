@@ -84,6 +84,9 @@ class RolloutConfig:
     """VIGOR rounds; after each but the last, the half of the prompts with the larger reward variance goes on."""
     vigor_seed: int | None = None
     """Break ties of variance at random with this seed; null prefers the earlier prompt."""
+    refill_rounds: int = 0
+    """Dynamic sampling (DAPO): up to so many times in a step, prompts whose groups are flat are replaced by further
+    prompts of the epoch; 0 is off."""
     layout: Literal["groups", "split"] = "groups"
     """With several ranks: whole groups per rank, or every group split over all ranks."""
 
@@ -94,6 +97,9 @@ class RolloutConfig:
             )
         if self.batch_size is not None and self.batch_size < 1:
             raise UserError("model.rollout.batch_size", self.batch_size, "at least 1 row, or null for all")
+        if self.refill_rounds < 0 or (self.refill_rounds and self.allocator != "uniform"):
+            accepted = "0 (off) or more rounds" if self.refill_rounds < 0 else "0 with the allocator vigor"
+            raise UserError("model.rollout.refill_rounds", self.refill_rounds, accepted)
         if self.engine == "vllm":
             self.vllm.check_installed()
         self.sampling.validate("model.rollout.sampling")
