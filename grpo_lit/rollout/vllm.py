@@ -193,13 +193,14 @@ class VLLMEngine:
             return
         # What weights_changed was not told of (a checkpoint that was loaded) shows in the tensors' own counters.
         now = self._versions()
-        if now != self._seen or self._asleep:
-            if now != self._seen:
-                self._hand_over()
-            assert self.adapter is not None
-            self.last_probe = self._probe.check(prompts, self.adapter, sampling)
-            self._seen, self._asleep = now, False
-            self.handover_seconds = time.perf_counter() - start
+        if now != self._seen:
+            self._hand_over()
+        elif not self._asleep and sampling.temperature in self._probe.temperatures:
+            return
+        assert self.adapter is not None
+        self.last_probe = self._probe.check(prompts, self.adapter, sampling)
+        self._seen, self._asleep = now, False
+        self.handover_seconds = time.perf_counter() - start
 
     def _hand_over(self) -> None:
         assert self._folders is not None

@@ -176,6 +176,7 @@ def _engine_arguments(
         "enforce_eager": not on_gpu if config.enforce_eager is None else config.enforce_eager,
         "max_model_len": config.max_model_len if config.max_model_len is not None else -1 if on_gpu else None,
         "max_num_seqs": config.max_num_seqs,
+        "use_tqdm_on_load": False,
     }
     if max_lora_rank is not None:
         arguments |= {
@@ -237,7 +238,13 @@ def _sampled(output: Any) -> Sampled:
 def _variables(config: VLLMConfig, device: torch.device) -> dict[str, str | None]:
     """Environment of the engine process; None takes a variable away. What the user set himself wins."""
     wanted: dict[str, str | None] = dict.fromkeys(_RANK_VARIABLES)
-    defaults = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    defaults = {
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else it takes a core for itself, which the training needs too
+        "PYTHONWARNINGS": "ignore",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+    }
     wanted |= {name: os.environ.get(name, value) for name, value in defaults.items()}
     wanted |= {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     if device.type == "cuda":

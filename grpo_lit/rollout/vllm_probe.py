@@ -55,6 +55,9 @@ class AdapterProbe:
         tolerance: largest mean difference, nats a token.
         stop_ids: tokens that end a completion.
         pad_token_id: for the padding of the rows.
+
+    Attributes:
+        temperatures: those at which the log-probs of sampled tokens were found right.
     """
 
     def __init__(
@@ -65,7 +68,7 @@ class AdapterProbe:
         self.prompts: list[list[int]] = []
         self.completions: list[list[int]] = []
         self._fresh: tuple[Tensor, Tensor] | None = None
-        self._temperatures: set[float] = set()
+        self.temperatures: set[float] = set()
 
     def check(self, prompts: Sequence[Sequence[int]], adapter: Adapter, sampling: SamplingConfig) -> ProbeReport:
         """Compare once; the first call takes its rows from these prompts.
@@ -73,9 +76,15 @@ class AdapterProbe:
         Raises:
             SystemFault: vLLM's weights are not the policy's, or its log-probs not at the sampling temperature.
         """
-        if sampling.temperature not in self._temperatures:
+        if sampling.temperature not in self.temperatures:
             self._check_temperature(prompts, adapter, sampling)
         ours, theirs = self._policy_logprobs(self.completions, 1.0), self._vllm_logprobs(adapter)
+        followed = self._followed(ours, theirs)
+        if followed is not None and followed < 0.5:
+            raise SystemFault(
+                f"vLLM samples with stale weights: after hand-over {adapter.number} its log-probs made {followed:.0%} "
+                "of the policy's movement; the adapter was not taken over"
+            )
         difference = (ours - theirs).abs()
         mean, maximum = float(difference.mean()), float(difference.max())
         if not mean <= self.tolerance:
@@ -83,12 +92,6 @@ class AdapterProbe:
                 f"vLLM's weights are not the policy's: log-probs of {len(ours)} tokens differ by {mean:.2g} nats on "
                 f"average after hand-over {adapter.number}, at most {self.tolerance:.2g} is accepted "
                 "(model.rollout.vllm.probe_tolerance); is its base the same model in the same number format?"
-            )
-        followed = self._followed(ours, theirs)
-        if followed is not None and followed < 0.5:
-            raise SystemFault(
-                f"vLLM samples with stale weights: after hand-over {adapter.number} its log-probs made {followed:.0%} "
-                "of the policy's movement; the adapter was not taken over"
             )
         return ProbeReport(mean, maximum, followed)
 
@@ -121,7 +124,7 @@ class AdapterProbe:
                 f"{sampling.temperature:g}, at most {limit:.2g} is accepted: another base or number format, or a "
                 "server without --logprobs-mode processed_logprobs"
             )
-        self._temperatures.add(sampling.temperature)
+        self.temperatures.add(sampling.temperature)
         if not self.completions:
             self.completions = [row.ids for row in sampled]
 
