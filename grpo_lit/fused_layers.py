@@ -68,7 +68,9 @@ class FusedLayer:
         """Cut of the fused projection."""
         attention: Any = self.module.self_attn
         q_norm, k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
-        norms = (None, None, 0.0) if q_norm is None else (q_norm.weight, k_norm.weight, q_norm.variance_epsilon)
+        if q_norm is None or k_norm is None:
+            return Heads(self.qkv.sizes[0] // self.size, self.qkv.sizes[1] // self.size, self.size)
+        norms = (q_norm.weight, k_norm.weight, q_norm.variance_epsilon)
         return Heads(self.qkv.sizes[0] // self.size, self.qkv.sizes[1] // self.size, self.size, *norms)
 
     def norm(self, name: str, x: Tensor, impl: Impl) -> Tensor:

@@ -11,7 +11,7 @@ and so do their gradients; ``lora_linear`` has the formulas. Dequantized weights
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -53,10 +53,11 @@ class LinearGroup:
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self.bases = [m.base_layer if isinstance(m, LoRALinear) else m for m in modules]
+        # typed loosely: nn.Module's attributes are "Tensor or Module" to a type checker
+        self.bases: list[Any] = [m.base_layer if isinstance(m, LoRALinear) else m for m in modules]
         self.loras = [m if isinstance(m, LoRALinear) else None for m in modules]
-        self.sizes = [int(base.out_features) for base in self.bases]  # type: ignore[arg-type]
-        self.width = int(self.bases[0].in_features)  # type: ignore[arg-type]
+        self.sizes = [int(base.out_features) for base in self.bases]
+        self.width = int(self.bases[0].in_features)
         ends = [sum(self.sizes[:i]) for i in range(len(self.sizes) + 1)]
         self.columns = [slice(a, b) for a, b in zip(ends[:-1], ends[1:], strict=True)]
         self._packed: list[tuple[int, Nf4Weight]] | None = None
@@ -73,7 +74,7 @@ class LinearGroup:
     def matrices(self, dtype: torch.dtype) -> list[tuple[slice, Tensor]]:
         """(columns of the output, weight) pairs: one for 4-bit weights, freshly dequantized, else one a layer."""
         if not self.quantized:
-            return [(c, b.weight.to(dtype)) for c, b in zip(self.columns, self.bases, strict=True)]  # type: ignore[operator]
+            return [(c, b.weight.to(dtype)) for c, b in zip(self.columns, self.bases, strict=True)]
         weights = self._nf4()
         out = torch.empty(sum(self.sizes), self.width, dtype=dtype, device=weights[0].packed.device)
         for columns, weight in zip(self.columns, weights, strict=True):
@@ -81,9 +82,9 @@ class LinearGroup:
         return [(slice(0, len(out)), out)]
 
     def _nf4(self) -> list[Nf4Weight]:
-        places = [base.weight.data_ptr() for base in self.bases]  # type: ignore[operator]
+        places = [base.weight.data_ptr() for base in self.bases]
         if self._packed is None or [place for place, _ in self._packed] != places:
-            made = [Nf4Weight.from_bitsandbytes(b.weight.data, b.weight.quant_state) for b in self.bases]  # type: ignore[arg-type, union-attr]
+            made = [Nf4Weight.from_bitsandbytes(b.weight.data, b.weight.quant_state) for b in self.bases]
             self._packed = list(zip(places, made, strict=True))
         return [weight for _, weight in self._packed]
 
@@ -92,8 +93,8 @@ class LinearGroup:
         biases = [base.bias for base in self.bases]
         if all(b is None for b in biases):
             return None
-        zeros = [base.weight.new_zeros(n, dtype=dtype) for base, n in zip(self.bases, self.sizes, strict=True)]  # type: ignore[operator]
-        parts = [z if b is None else b.to(dtype) for b, z in zip(biases, zeros, strict=True)]  # type: ignore[operator]
+        zeros = [base.weight.new_zeros(n, dtype=dtype) for base, n in zip(self.bases, self.sizes, strict=True)]
+        parts = [z if b is None else b.to(dtype) for b, z in zip(biases, zeros, strict=True)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 

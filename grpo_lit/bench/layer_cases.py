@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,13 +31,13 @@ def lora_case(rows: int, width: int, out: int, dtype: torch.dtype, device: torch
     a = (normal(rank, width) * width**-0.5).requires_grad_()
     b = (normal(out, rank) * rank**-0.5).requires_grad_()
     up = normal(rows, out).to(dtype)
-    base: nn.Module = nn.Linear(width, out, bias=False, device=device, dtype=dtype).requires_grad_(False)
+    base: Any = nn.Linear(width, out, bias=False, device=device, dtype=dtype).requires_grad_(False)
     frozen: Tensor | Nf4Weight = base.weight
     if nf4:
         from grpo_lit.frozen4bit import FrozenLinear4bit
 
-        base = FrozenLinear4bit.from_linear(base, dtype, device)  # type: ignore[arg-type]
-        frozen = Nf4Weight.from_bitsandbytes(base.weight.data, base.weight.quant_state)  # type: ignore[arg-type, union-attr]
+        base = FrozenLinear4bit.from_linear(base, dtype, device)
+        frozen = Nf4Weight.from_bitsandbytes(base.weight.data, base.weight.quant_state)
     dense = frozen.dequantize(dtype) if isinstance(frozen, Nf4Weight) else frozen
     losses: dict[str, Callable[[], Tensor]] = {
         "ours": lambda: lora_linear(x, frozen, a, b, scaling),

@@ -29,7 +29,7 @@ def run_trl(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
         from datasets import Dataset
         from peft import LoraConfig
         from transformers import AutoTokenizer, BitsAndBytesConfig, TrainerCallback
-        from trl import GRPOConfig, GRPOTrainer
+        from trl import GRPOConfig, GRPOTrainer  # type: ignore[import-not-found, unused-ignore]
     except ImportError as error:
         raise SystemFault(f"the candidate trl needs trl, datasets, peft and bitsandbytes: {error}") from error
 

@@ -8,6 +8,7 @@ attention, a sequence at a time, recomputed in the backward.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -66,14 +67,14 @@ def packed_attention_backward(
             dout, q, k, v, out, lse, where.starts, where.starts, longest, longest, 0.0, True, rng, unused, scale=scale
         )
         return dq, dk, dv
-    inputs = [t.detach().requires_grad_() for t in (q, k, v)]
+    q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
     with torch.enable_grad():
-        again = torch.cat(list(_each(*inputs, where, scale)))
-    dq, dk, dv = torch.autograd.grad(again, inputs, dout)
+        again = torch.cat(list(_each(q, k, v, where, scale)))
+    dq, dk, dv = torch.autograd.grad(again, (q, k, v), dout)
     return dq, dk, dv
 
 
-def _each(q: Tensor, k: Tensor, v: Tensor, where: Sequences, scale: float):  # type: ignore[no-untyped-def]
+def _each(q: Tensor, k: Tensor, v: Tensor, where: Sequences, scale: float) -> Iterator[Tensor]:
     """The sequences one by one, through torch's attention."""
     parts = zip(*(t.transpose(0, 1).split(where.lengths, dim=1) for t in (q, k, v)), strict=True)
     for queries, keys, values in parts:

@@ -1,0 +1,47 @@
+"""grpo-lit bench step on the CPU: every phase is there, and it says that it measures nothing."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+
+from grpo_lit.bench import step
+from grpo_lit.errors import UserError
+
+SMALL = ["--cpu", "--shape", "tiny", "--prompts", "2", "--rows", "2", "--micro-batch", "2", "--prompt-tokens", "8"]
+SMALL += ["--completion-tokens", "6", "--steps", "2"]
+
+
+def test_phases_table_and_csv(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "step.csv"
+    assert step.main([*SMALL, "--candidates", "hf", "--csv", str(file)]) == 0
+    out = capsys.readouterr().out
+    assert "NO MEASUREMENT" in out
+    assert "4 completions of 8 + 6 tokens" in out
+    with file.open() as lines:
+        (row,) = csv.DictReader(lines)
+    assert row["candidate"] == "hf"
+    assert float(row["completion_length"]) == 6
+    parts = [float(row[f"{phase}_s"]) for phase in ("rollout", "train", "optimizer")]
+    assert all(part > 0 for part in parts)
+    assert float(row["step_s"]) >= max(parts)
+    assert row["torch"]
+    assert row["date"]
+
+
+def test_what_fails_is_told_and_the_rest_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+    assert step.main([*SMALL, "--json", "--candidates", "vllm"]) == 1
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["rows"] == []
+    assert "vllm" in captured.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"), [(["--candidates", "verl"], "--candidates"), (["--rows", "1"], "--rows")]
+)
+def test_mistakes(arguments: list[str], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        step.main(arguments)
