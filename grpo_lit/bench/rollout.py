@@ -22,6 +22,7 @@ import transformers
 from grpo_lit.bench import rollout_cases as cases
 from grpo_lit.bench.rollout_breakdown import breakdown, lines
 from grpo_lit.errors import SystemFault, UserError
+from grpo_lit.rollout.model_reader import weight_bytes
 from grpo_lit.rollout.stats import copy_bandwidth
 
 
@@ -111,7 +112,7 @@ def _vocab(policy: Any) -> int:
 def _measure(
     options: argparse.Namespace, policy: Any, weights: str, context: dict[str, Any]
 ) -> Iterable[dict[str, Any]]:
-    num_bytes = cases.weight_bytes(policy)
+    num_bytes = weight_bytes(policy)
     speed = context["copy_tb_per_s"]
     limit = num_bytes / speed / 1e9 if speed else None  # ms
     for name in options.engines:

@@ -21,7 +21,6 @@ from grpo_lit.policy import Policy, PolicyConfig, load_policy
 from grpo_lit.rollout import HFEngine, RolloutEngine, SamplingConfig, row_keys
 from grpo_lit.rollout.base import Progress
 from grpo_lit.rollout.graph import GraphEngine
-from grpo_lit.rollout.model_reader import read_model
 
 GROUP_SIZE = 4
 FORMATS = ("bf16", "bf16+lora", "nf4+lora")
@@ -166,11 +165,6 @@ def measure(
         seconds.append(time.perf_counter() - start)
     engine.release()
     return Measurement(seconds, num_tokens, first, base, peak)
-
-
-def weight_bytes(policy: Policy) -> int:
-    """Bytes of weights that every decode step must read."""
-    return read_model(policy).weight_bytes
 
 
 @contextmanager

@@ -62,6 +62,7 @@ class GraphEngine:
         self.tokenizer = tokenizer
         self.batch_size: int | None = batch_size
         self.check_every = check_every or (8 if on_cuda else 1)
+        self.depth = 1 if on_cuda else 0
         self.use_graphs = on_cuda if use_graphs is None else use_graphs
         self.impl = impl
         self.eos_token_ids = eos_token_ids(policy, tokenizer)
@@ -112,6 +113,10 @@ class GraphEngine:
         """Free everything."""
         self.release()
 
+    def step_metrics(self) -> dict[str, float]:
+        """Achieved share of the weight-read limit since the last call, see `RolloutStats.bandwidth_share`."""
+        return self.stats.take_metrics()
+
     def _check(
         self, prompts: Sequence[Sequence[int]], counts: Sequence[int], sampling: SamplingConfig, spec: ModelSpec
     ) -> None:
@@ -156,7 +161,7 @@ class GraphEngine:
             counts,
             stop=None if sampling.stop_at is None else AnswerStop(self.tokenizer, sampling.stop_at),
             check_every=self.check_every,
-            depth=1 if self.policy.device.type == "cuda" else 0,
+            depth=self.depth,
             progress=progress,
         )
         flight.run()

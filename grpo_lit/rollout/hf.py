@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedTokenizerBase
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedTokenizerBase,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
 from grpo_lit.policy import Policy
 from grpo_lit.rollout.base import Progress, Rollout, SamplingConfig, completion_mask_of, left_pad
+from grpo_lit.rollout.model_reader import weight_bytes
 from grpo_lit.rollout.sampling import SeededSampler, uniforms
+from grpo_lit.rollout.stats import RolloutStats, copy_bandwidth
+from grpo_lit.rollout.stops import AnswerStop
+
+_Rows = tuple[Tensor, Tensor, list[int | None]]
+"""Token ids (n, T) long, log-probs (n, T) float32, and the length of each row that stopped at its answer."""
 
 
 class HFEngine:
@@ -28,6 +42,8 @@ class HFEngine:
 
     def __init__(self, policy: Policy, tokenizer: PreTrainedTokenizerBase, *, batch_size: int | None = None) -> None:
         self.policy = policy
+        self.tokenizer = tokenizer
+        self.stats = RolloutStats(weight_bytes=weight_bytes(policy))
         self.batch_size: int | None = batch_size
         self.eos_token_ids = eos_token_ids(policy, tokenizer)
         self.pad_token_id = int(tokenizer.pad_token_id)  # type: ignore[arg-type]
@@ -41,9 +57,12 @@ class HFEngine:
         progress: Progress | None = None,
     ) -> Rollout:
         """Sample; see `RolloutEngine.generate`. All tensors of the result lie on the policy's device."""
+        begin = time.perf_counter()
+        if self.policy.device.type == "cuda" and not self.stats.bandwidth:
+            self.stats.bandwidth = copy_bandwidth(self.policy.device)
         groups = [group for group, count in enumerate(counts) for _ in range(count)]
         size = self.batch_size or max(len(groups), 1)
-        parts: list[tuple[Tensor, Tensor]] = []
+        parts: list[_Rows] = []
         num_tokens = 0
         for start in range(0, len(groups), size):
             chunk = slice(start, start + size)
@@ -51,7 +70,11 @@ class HFEngine:
             if progress is not None:
                 num_tokens += parts[-1][0].numel()
                 progress(min(start + size, len(groups)), num_tokens)
-        return self._assemble(prompts, groups, parts)
+        rollout = self._assemble(prompts, groups, parts)
+        self.stats.num_steps += sum(ids.shape[1] for ids, _, _ in parts)
+        self.stats.num_tokens += int(rollout.completion_mask.sum())
+        self.stats.seconds += time.perf_counter() - begin
+        return rollout
 
     def release(self) -> None:
         """Nothing to free: the cache of a batch goes with it."""
@@ -62,10 +85,13 @@ class HFEngine:
     def close(self) -> None:
         """Nothing to close."""
 
+    def step_metrics(self) -> dict[str, float]:
+        """Achieved share of the weight-read limit since the last call, see `RolloutStats.bandwidth_share`."""
+        return self.stats.take_metrics()
+
     def _generate_rows(
         self, rows: Sequence[Sequence[int]], keys: NDArray[np.uint64], sampling: SamplingConfig
-    ) -> tuple[Tensor, Tensor]:
-        """Token ids (n, T) long and log-probs (n, T) float32 of one batch of rows."""
+    ) -> _Rows:
         device = self.policy.device
         prompt_ids, prompt_mask = left_pad(rows, self.pad_token_id)
         uniform = uniforms(keys, sampling.max_completion_length).to(device)
@@ -79,30 +105,37 @@ class HFEngine:
             eos_token_id=self.eos_token_ids,
             pad_token_id=self.pad_token_id,
         )
+        stop = None
+        if sampling.stop_at is not None:
+            stop = _AnswerCriteria(AnswerStop(self.tokenizer, sampling.stop_at), rows, prompt_ids.shape[1])
         with self.policy.generating() as model:
             sequences = model.generate(  # type: ignore[operator]
                 input_ids=prompt_ids.to(device),
                 attention_mask=prompt_mask.long().to(device),
                 generation_config=config,
                 logits_processor=LogitsProcessorList([sampler]),
+                stopping_criteria=None if stop is None else StoppingCriteriaList([stop]),
             )
         assert isinstance(sequences, Tensor)
-        return sequences[:, prompt_ids.shape[1] :], torch.stack(sampler.logprobs, dim=1)
+        lengths: list[int | None] = [None] * len(rows) if stop is None else stop.lengths
+        return sequences[:, prompt_ids.shape[1] :], torch.stack(sampler.logprobs, dim=1), lengths
 
-    def _assemble(
-        self, prompts: Sequence[Sequence[int]], groups: list[int], parts: list[tuple[Tensor, Tensor]]
-    ) -> Rollout:
+    def _assemble(self, prompts: Sequence[Sequence[int]], groups: list[int], parts: list[_Rows]) -> Rollout:
         device = self.policy.device
         prompt_ids, prompt_mask = left_pad([prompts[group] for group in groups], self.pad_token_id)
-        width = max((ids.shape[1] for ids, _ in parts), default=1)
+        width = max((ids.shape[1] for ids, _, _ in parts), default=1)
         completion_ids = torch.full((len(groups), width), self.pad_token_id, dtype=torch.long, device=device)
         completion_mask = torch.zeros((len(groups), width), dtype=torch.bool, device=device)
         logprobs = torch.zeros((len(groups), width), dtype=torch.float32, device=device)
         truncated = torch.zeros(len(groups), dtype=torch.bool, device=device)
         start = 0
-        for ids, part_logprobs in parts:
+        for ids, part_logprobs, stopped in parts:
             rows, columns = slice(start, start + ids.shape[0]), slice(0, ids.shape[1])
             mask, truncated[rows] = completion_mask_of(ids, self.eos_token_ids)
+            for row, length in enumerate(stopped):
+                if length is not None and int(mask[row].sum()) >= length:
+                    mask[row, length:] = False
+                    truncated[start + row] = False
             completion_mask[rows, columns] = mask
             completion_ids[rows, columns] = ids.masked_fill(~mask, self.pad_token_id)
             logprobs[rows, columns] = part_logprobs.masked_fill(~mask, 0.0)
@@ -116,6 +149,31 @@ class HFEngine:
             logprobs,
             truncated,
         )
+
+
+class _AnswerCriteria(StoppingCriteria):
+    """Tells ``generate`` which rows have a whole answer; remembers after how many tokens.
+
+    Args:
+        stop: the rule.
+        prompts: token ids of each row's prompt.
+        num_prompt_tokens: length of the padded prompts.
+    """
+
+    def __init__(self, stop: AnswerStop, prompts: Sequence[Sequence[int]], num_prompt_tokens: int) -> None:
+        self.stop, self.num_prompt_tokens = stop, num_prompt_tokens
+        self.thinking = [stop.thinking(prompt) for prompt in prompts]
+        self.lengths: list[int | None] = [None] * len(prompts)
+
+    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+        """(n,) bool, True where the row is done; input_ids (n, P + T so far) long."""
+        del scores, kwargs
+        ids = input_ids[:, self.num_prompt_tokens :].tolist()
+        for row, length in enumerate(self.lengths):
+            if length is None:
+                seen = len(ids[row]) - 1
+                self.lengths[row] = self.stop.length(ids[row], seen, thinking=self.thinking[row])
+        return torch.tensor([length is not None for length in self.lengths], device=input_ids.device)
 
 
 def eos_token_ids(policy: Policy, tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -134,6 +134,17 @@ def read_model(policy: Policy) -> ModelSpec:
     return spec
 
 
+def weight_bytes(policy: Policy) -> int:
+    """Bytes of weights that every decode step must read; of a model without a description, all but its embedding."""
+    try:
+        return read_model(policy).weight_bytes
+    except UnsupportedModel:
+        head = policy.model.get_output_embeddings()
+        skipped = policy.model.get_input_embeddings().weight
+        tied = head is not None and head.weight is skipped
+        return sum(p.numel() * p.element_size() for p in policy.model.parameters() if tied or p is not skipped)
+
+
 def _read_rotary(policy: Policy) -> ModelSpec:
     config: Any = policy.model.config
     rope_type = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")

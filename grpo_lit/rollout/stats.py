@@ -44,6 +44,12 @@ class RolloutStats:
             return 0.0
         return self.num_steps * self.weight_bytes / self.bandwidth / self.seconds
 
+    def take_metrics(self) -> dict[str, float]:
+        """The share as a metric, where the device's bandwidth is known; starts a new count."""
+        share = {"perf/rollout_bandwidth_share": self.bandwidth_share} if self.bandwidth else {}
+        self.reset()
+        return share
+
 
 @functools.cache
 def copy_bandwidth(device: torch.device, num_bytes: int = 1 << 27) -> float:

@@ -86,9 +86,9 @@ class AnswerStop:
         """
         if self._closer not in self._decode(ids[max(num_checked - 1, 0) :]):
             return None
-        if not answer_complete(self._decode(ids), self.stop_at, thinking=thinking):
-            return None
-        for length in range(num_checked + 1, len(ids)):
+        # Every length, not the last one alone: a later "<think>" or "</think>" would hide an answer already given,
+        # and then the result would depend on when one looks.
+        for length in range(num_checked + 1, len(ids) + 1):
             if answer_complete(self._decode(ids[:length]), self.stop_at, thinking=thinking):
                 return length
-        return len(ids)
+        return None
