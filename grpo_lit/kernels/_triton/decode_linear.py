@@ -16,7 +16,7 @@ from torch import Tensor
 
 from grpo_lit.kernels._triton.gated_activation import activate
 from grpo_lit.kernels._triton.launch import counters_for, overlap, wait_for_previous
-from grpo_lit.kernels._triton.nf4_matmul import lookup_table, lookup_words, unpacked
+from grpo_lit.kernels._triton.nf4_matmul import unpacked
 from grpo_lit.kernels._triton.rms_norm import add_norm
 from grpo_lit.kernels.decode_linear import Part, RmsNorm, reference
 from grpo_lit.kernels.dispatch import interpreting
@@ -293,7 +293,6 @@ def _nf4_product(  # type: ignore[no-untyped-def]
     group_scales,
     offset,
     code,
-    words,
     column,
     n,
     row,
@@ -309,7 +308,6 @@ def _nf4_product(  # type: ignore[no-untyped-def]
     """(COLUMNS, ROWS) products over the blocks of 64 from ``first`` to ``last`` of the part's columns."""
     DTYPE: tl.constexpr = tl.bfloat16 if BF16 else tl.float16
     lane = tl.arange(0, 32)
-    table = lookup_table(words, PERMUTE)
     start_of = (column % n) * blocks
     shift = 0.0
     if NESTED:
@@ -326,7 +324,7 @@ def _nf4_product(  # type: ignore[no-untyped-def]
                 mask=row[None, :] < tl.where(start + i < last, rows, 0),
                 other=0,
             )
-            early, late = unpacked(q, code, table, BF16, PERMUTE)
+            early, late = unpacked(q, code, BF16, PERMUTE)
             even = (x & 0xFFFF).to(tl.int16).to(DTYPE, bitcast=True)
             odd = (x >> 16).to(tl.int16).to(DTYPE, bitcast=True)
             if not PERMUTE:  # the interpreter has no 16-bit products
@@ -357,7 +355,6 @@ def _nf4_kernel(  # type: ignore[no-untyped-def]
     offset1,
     offset2,
     code,
-    words,
     bias0,
     bias1,
     bias2,
@@ -412,13 +409,13 @@ def _nf4_kernel(  # type: ignore[no-untyped-def]
     end = tl.minimum(start + blocks_each, blocks)
     wait_for_previous(PDL)
     y = _nf4_product(
-        x, packed, scales, scale_code, groups, offset, code, words, column, n, row, rows, blocks, start, end,
+        x, packed, scales, scale_code, groups, offset, code, column, n, row, rows, blocks, start, end,
         UNROLL, BF16, NESTED, PERMUTE,
     )  # fmt: skip
     other = y
     if GATED:
         other = _nf4_product(
-            x, packed1, scales1, scale_code1, groups1, offset1, code, words, column, n, row, rows, blocks, start, end,
+            x, packed1, scales1, scale_code1, groups1, offset1, code, column, n, row, rows, blocks, start, end,
             UNROLL, BF16, NESTED, PERMUTE,
         )  # fmt: skip
     tiles = tl.num_programs(0)
@@ -576,7 +573,6 @@ def product(
             x.view(torch.int32),
             *tensors,
             some[0].code,
-            lookup_words(x.dtype, x.device),
             *after,
             width // 64,
             *sizes,

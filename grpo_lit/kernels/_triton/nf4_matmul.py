@@ -24,22 +24,28 @@ _CODE = (
 def _lookup(dtype: torch.dtype) -> str:
     """PTX that turns 4 bytes of packed weights into the 4 earlier and the 4 later ones, as 16-bit numbers.
 
-    ``prmt`` picks 4 of 8 bytes by 4 nibbles, which is what the weights are. The low and the high bytes of
-    the 16
-    numbers are tables of 16 bytes each, so two picks by the nibbles' three lower bits and a third by the
-    upper bit.
+    ``prmt`` picks 4 of 8 bytes by 4 nibbles, which is what the weights are. The low and the high bytes of the 16
+    numbers are tables of 16 bytes each, so two picks by the nibbles' three lower bits and a third by the upper bit.
+    The tables' words are or-ed with a zero that the compiler can't see through: words that it knows, or knows to be
+    equal in all lanes, it keeps elsewhere than in a register and copies before every use.
     """
     bits = [int(v) & 0xFFFF for v in torch.tensor(_CODE).to(dtype).view(torch.int16)]
     planes = [[b & 255 for b in bits], [b >> 8 for b in bits]]
-    words = [[sum(p[4 * i + j] << 8 * j for j in range(4)) for i in range(4)] for p in planes]
-    lines = [".reg .b32 q, s, t, a, b, l0, h0, l1, h1;"]
+    words = [sum(p[4 * i + j] << 8 * j for j in range(4)) for p in planes for i in range(4)] + [0x32103210]
+    lines = [
+        ".reg .b32 z, s, t, a, b, l0, h0, l1, h1;",
+        ".reg .b32 w<9>;",
+        "mov.u32 z, %lanemask_lt;",
+        "shr.u32 z, z, 31;",
+    ]
+    lines += [f"or.b32 w{i}, z, {word};" for i, word in enumerate(words)]
+    lines += ["and.b32 s, $4, 0x77777777;", "shr.u32 t, $4, 1;", "lop3.b32 t, t, 0x44444444, w8, 0xEA;"]
     for half in range(2):
-        lines += [f"shr.u32 q, $4, {16 * half};", "and.b32 s, q, 0x7777;"]
-        lines += ["shr.u32 t, q, 1;", "and.b32 t, t, 0x4444;", "or.b32 t, t, 0x3210;"]
-        for name, table in zip("lh", words, strict=True):
-            lines += [f"mov.b32 a, {table[0]};", f"mov.b32 b, {table[1]};", "prmt.b32 a, a, b, s;"]
-            lines += [f"mov.b32 b, {table[2]};", f"mov.b32 {name}{half}, {table[3]};"]
-            lines += [f"prmt.b32 b, b, {name}{half}, s;", f"prmt.b32 {name}{half}, a, b, t;"]
+        if half:
+            lines += ["shr.u32 s, s, 16;", "shr.u32 t, t, 16;"]
+        for name, first in (("l", 0), ("h", 4)):
+            lines += [f"prmt.b32 a, w{first}, w{first + 1}, s;", f"prmt.b32 b, w{first + 2}, w{first + 3}, s;"]
+            lines += [f"prmt.b32 {name}{half}, a, b, t;"]
         # nibbles 1 and 3 are the high halves of the two bytes: the earlier weights
         lines += [f"prmt.b32 ${half}, l{half}, h{half}, 0x7351;"]
         lines += [f"prmt.b32 ${2 + half}, l{half}, h{half}, 0x6240;"]
