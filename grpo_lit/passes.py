@@ -18,9 +18,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from grpo_lit.checkpoint import rng_state, set_rng_state
 from grpo_lit.distributed import FlatGradients, parameter_hash
 from grpo_lit.lora import adapters_off
 from grpo_lit.loss import TokenSelection, grpo_loss, merge_totals, select_tokens, totals_to_metrics
+from grpo_lit.oom import is_out_of_memory, without_frames
 from grpo_lit.snapshot import OptimizerSnapshot, Snapshot
 from grpo_lit.step import TrainingBatch
 
@@ -126,6 +128,12 @@ class Passes:
         with adapters_off(self.module.live_policy):
             return self._scores(self.module.live_policy, rows)
 
+    def accumulate_alone(self) -> None:
+        """One pass without its optimizer step, over made-up references where the loss wants some."""
+        if self.module.loss_config.needs_reference:
+            self.references = torch.zeros_like(self.old)
+        self._accumulate(0)
+
     # ---- a pass -------------------------------------------------------------------------------------------------
 
     def _accumulate(self, number: int) -> tuple[dict[str, Tensor], list[FlatGradients]]:
@@ -225,6 +233,30 @@ class Passes:
                 snapshot.restore()
 
         module.phase.attempt(step, undo=undo)
+
+
+def rehearse(module: GRPOModule, training: TrainingBatch) -> bool:
+    """Whether a first pass over these rows, all in one micro-batch, fits into memory; nothing is left of it.
+
+    Weights, optimizer, random number generators and other ranks are not touched.
+    """
+    sizes = module.micro_batch_size, module.micro_batch_tokens
+    random_state = rng_state()
+    passes = Passes(module, training)
+    module.micro_batch_size, module.micro_batch_tokens = len(training.weights), None
+    try:
+        passes.accumulate_alone()
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        without_frames(error)
+        return False
+    finally:
+        module.micro_batch_size, module.micro_batch_tokens = sizes
+        for parameter in passes.parameters:
+            parameter.grad = None
+        set_rng_state(random_state)
+    return True
 
 
 def _on_host(totals: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar, cast
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -36,6 +36,11 @@ class PhaseListener:
 
     def on_phase_end(self, trainer: Trainer, pl_module: LightningModule, phase: Phase, seconds: float) -> None:
         """Called after the phase's work, with its wall-clock time."""
+
+    def on_rollout_progress(
+        self, trainer: Trainer, pl_module: LightningModule, rows_done: int, num_rows: int, num_tokens: int
+    ) -> None:
+        """Called every few decode steps of a rollout with finished rows, all rows, and tokens sampled so far."""
 
     def on_out_of_memory(self, trainer: Trainer, pl_module: LightningModule, phase: Phase, error: Exception) -> bool:
         """Called when memory ran out, after everything that can be freed was freed.
@@ -245,17 +250,3 @@ class PhaseRecorder:
         for rank, text in enumerate(stops):
             if text is not None:
                 raise SystemFault(f"rank {rank}: {text}")
-
-
-def attempt_outside(work: Callable[[], Any]) -> Any:
-    """Result of `work`, or the out-of-memory error without frames where it ran out; no callbacks, no other rank."""
-    try:
-        return work()
-    except Exception as raised:
-        if not is_out_of_memory(raised):
-            raise
-        error = without_frames(raised)
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-    return error

@@ -72,6 +72,28 @@ class TrainingBatch:
         )
 
 
+def worst_case_batch(
+    rows: int, prompt_tokens: int, completion_tokens: int, vocab_size: int, device: torch.device
+) -> TrainingBatch:
+    """Rows of the given lengths in which every token counts, for a rehearsal; the token ids mean nothing."""
+    width = prompt_tokens + completion_tokens
+    ids = (torch.arange(rows * width, device=device) % vocab_size).view(rows, width)
+    real = torch.ones_like(ids, dtype=torch.bool)
+    completion = real[:, prompt_tokens:]
+    zeros = torch.zeros(rows, completion_tokens, device=device)
+    rollout = Rollout(
+        prompt_ids=ids[:, :prompt_tokens],
+        prompt_mask=real[:, :prompt_tokens],
+        completion_ids=ids[:, prompt_tokens:],
+        completion_mask=completion,
+        group_ids=torch.zeros(rows, dtype=torch.long, device=device),
+        logprobs=zeros,
+        truncated=real[:, 0],
+    )
+    alternating = torch.arange(rows, device=device) % 2 * 2.0 - 1.0
+    return TrainingBatch(rollout, alternating, alternating, completion, zeros + 1 / (rows * completion_tokens))
+
+
 @dataclass(frozen=True)
 class GlobalRows:
     """What every rank knows of all rows of the step: the global batch without its tokens."""

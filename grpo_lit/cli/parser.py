@@ -10,15 +10,19 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
 import yaml  # type: ignore[import-untyped]
+from lightning.pytorch import Callback
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import TensorBoardLogger
 
 from grpo_lit.callbacks import (
     AdapterExport,
+    AdaptiveMicroBatch,
     CompletionsFile,
     GracefulStop,
     MetricsFile,
+    OOMReplay,
     RankWatch,
     RunCheckpoint,
     StepProgress,
@@ -201,6 +205,12 @@ class GRPOCLI(LightningCLI):
         )
         parser.add_lightning_class_args(RunCheckpoint, "checkpoint")
         parser.add_class_arguments(ProfilerConfig, "profiler")
+        for name, what in (
+            ("oom_replay", "Replay what ran out of memory in smaller batches, to the same gradient"),
+            ("adaptive_micro_batch", "Size micro-batches by the memory they take"),
+        ):
+            text = f"{what}; null does so on CUDA. Its settings: trainer.callbacks."
+            parser.add_argument(f"--{name}", type=bool | None, default=None, help=text)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         """Parse without Lightning's warning about ``sys.argv``."""
@@ -228,6 +238,7 @@ class GRPOCLI(LightningCLI):
         if config.get("enable_progress_bar") is not False:
             callbacks.append(StepProgress())
         policy = self.config["model"]["policy"]
+        callbacks += [kind() for kind in self._memory_guards(config)]
         callbacks += memory_callbacks(self.config_init["profiler"], policy["gradient_checkpointing"])
         self.trainer_defaults = {**self.trainer_defaults, "callbacks": callbacks}
         try:
@@ -236,6 +247,18 @@ class GRPOCLI(LightningCLI):
             raise
         except (TypeError, ValueError) as error:  # a strategy, accelerator or number of devices that there is not
             raise UserError("trainer", " ".join(str(error).split()), "settings that Trainer takes") from error
+
+    def _memory_guards(self, trainer: Any) -> list[type[Callback]]:
+        """`OOMReplay` and `AdaptiveMicroBatch` where they are wanted and the user's callbacks have none."""
+        cuda = trainer["accelerator"] in ("auto", "gpu", "cuda") and torch.cuda.is_available()
+        given = trainer.get("callbacks") or []
+        own = {type(callback) for callback in (given if isinstance(given, list) else [given])}
+        guards: tuple[tuple[str, type[Callback]], ...] = (
+            ("adaptive_micro_batch", AdaptiveMicroBatch),
+            ("oom_replay", OOMReplay),
+        )
+        wanted = {name: self.config_init[name] for name, _ in guards}
+        return [kind for name, kind in guards if kind not in own and (cuda if wanted[name] is None else wanted[name])]
 
     def dump(self) -> str:
         """The resolved configuration as YAML."""
