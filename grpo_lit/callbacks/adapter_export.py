@@ -30,5 +30,6 @@ class AdapterExport(Callback):
         if module.lora_config is not None:
             save_adapter(policy.model, root / "adapter", base_model=policy.source.spec)
             return
-        policy.model.save_pretrained(root / "model")
-        module.encoder.tokenizer.save_pretrained(root / "model")
+        from grpo_lit.export import save_model
+
+        save_model(policy, module.encoder.tokenizer, root / "model")

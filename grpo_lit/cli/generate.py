@@ -1,23 +1,31 @@
-"""``grpo-lit generate``: answers from a base model, a PEFT adapter or a checkpoint."""
+"""``grpo-lit generate``: answers from a base model, a PEFT adapter, a checkpoint or a run, as they come or at once."""
 
 from __future__ import annotations
 
-import re
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, get_args
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from transformers import GenerationConfig, LogitsProcessorList, TextStreamer
 
 from grpo_lit.checkpoint import KEY, check_compatible, read_checkpoint
 from grpo_lit.cli.parser import CLIParser
 from grpo_lit.cli.train import quiet_third_parties
-from grpo_lit.errors import SystemFault, UserError
+from grpo_lit.errors import UserError
+from grpo_lit.evaluation.config import ModelEntry, Which
+from grpo_lit.evaluation.models import load_model, pick_device, resolve_model
 from grpo_lit.lora import LoRAConfig, load_adapter, read_adapter_config
 from grpo_lit.model_source import load_model_config, resolve_model_source
 from grpo_lit.policy import Policy, PolicyConfig, load_policy
-from grpo_lit.prompts import PromptEncoder, load_tokenizer
-from grpo_lit.rollout import HFEngine, SamplingConfig, row_keys
+from grpo_lit.prompts import Message, PromptEncoder, load_tokenizer
+from grpo_lit.rollout import RolloutConfig, SamplingConfig, SeededSampler, build_engine, row_keys, uniforms
+from grpo_lit.rollout.hf import eos_token_ids
+from grpo_lit.rollout.registry import ENGINES
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -25,6 +33,18 @@ def main(arguments: Sequence[str]) -> int:
     quiet_third_parties()
     parser = CLIParser(prog="grpo-lit generate", description="Answer prompts with a model.")
     parser.add_argument("--prompt", type=list[str], default=[], help="One or more prompts; standard input if none.")
+    parser.add_argument(
+        "--messages",
+        type=str | None,
+        default=None,
+        help="File of conversations, one JSON list of {role, content} a line; the assistant answers each.",
+    )
+    parser.add_argument(
+        "--stream", type=bool | None, default=None, help="Print tokens as they come; null: on a terminal."
+    )
+    parser.add_argument("--engine", type=str, default="hf", help="hf, graph or vllm; only hf streams.")
+    parser.add_argument("--run", type=str | None, default=None, help="Run folder: its base, format and weights.")
+    parser.add_argument("--which", type=str, default="final", help="Of a run: base, final, best or last.")
     parser.add_argument("--adapter", type=str | None, default=None, help="PEFT folder to put over the base.")
     parser.add_argument("--ckpt_path", type=str | None, default=None, help="Checkpoint of grpo-lit fit to load.")
     parser.add_argument("--chat", type=bool | None, default=None, help="Use the chat template; null: if there is one.")
@@ -36,36 +56,121 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--policy.path", type=str | None, default=None, help="Base model; an adapter names its own.")
     parser.add_class_arguments(SamplingConfig, "sampling", instantiate=True)
     options = parser.instantiate_classes(parser.parse_args(_as_list(arguments)))
-    options.sampling.validate("sampling")
-    if options.samples < 1:
-        raise UserError("samples", options.samples, "at least 1")
-    if options.device is not None:
-        check_device(options.device)
-    prompts = options.prompt or [line.rstrip("\n") for line in sys.stdin if line.strip()]
-    if not prompts:
+    check_options(options)
+    conversations = read_messages(options.messages)
+    prompts = options.prompt or ([] if conversations else [line.rstrip("\n") for line in sys.stdin if line.strip()])
+    if not prompts and not conversations:
         raise UserError("prompt", [], "at least one prompt, here or on standard input")
-    policy, encoder = load(options.policy, options.adapter, options.ckpt_path, options.device)
+    if options.run is not None:
+        policy, encoder = load_run(options.run, options.which, options.device)
+    else:
+        policy, encoder = load(options.policy, options.adapter, options.ckpt_path, options.device)
     texts = [render(prompt, encoder, options.chat, options.system_prompt) for prompt in prompts]
-    engine = HFEngine(policy, encoder.tokenizer)
-    for index, text in enumerate(texts):
-        keys = row_keys(options.seed, 0, [index] * options.samples, list(range(options.samples)), "generate")
-        rollout = engine.generate([encoder.encode(text)], [options.samples], keys, options.sampling)
-        for ids, length in zip(rollout.completion_ids.tolist(), rollout.lengths.tolist(), strict=True):
-            print(encoder.decode(ids[:length]), flush=True)
+    texts += [render_messages(messages, encoder) for messages in conversations]
+    stream = sys.stdout.isatty() if options.stream is None else options.stream
+    answer(texts, policy, encoder, options, stream=stream and options.samples == 1 and options.engine == "hf")
     return 0
 
 
-def check_device(device: str) -> None:
-    """Refuse a device that there is not.
+def check_options(options: Any) -> None:
+    """Refuse what can't be, before anything loads.
 
     Raises:
-        UserError: not the name of a device.
-        SystemFault: CUDA, on a machine without it.
+        UserError: a number out of range, or an unknown engine or device.
     """
-    if re.fullmatch(r"cpu|cuda(:\d+)?", device) is None:
-        raise UserError("device", device, "cpu or cuda")
-    if device != "cpu" and not torch.cuda.is_available():
-        raise SystemFault(f"device={device!r}: no CUDA GPU on this machine; use cpu")
+    options.sampling.validate("sampling")
+    if options.samples < 1:
+        raise UserError("samples", options.samples, "at least 1")
+    if options.engine not in ENGINES:
+        raise UserError("engine", options.engine, f"one of {', '.join(ENGINES)}")
+    if options.which not in get_args(Which):
+        raise UserError("which", options.which, f"one of {', '.join(get_args(Which))}")
+    if options.stream and (options.samples > 1 or options.engine != "hf"):
+        raise UserError("stream", True, "null or false with several samples a prompt or another engine than hf")
+    if options.device is not None:
+        pick_device(options.device)
+
+
+def answer(texts: Sequence[str], policy: Policy, encoder: PromptEncoder, options: Any, *, stream: bool) -> None:
+    """Print the answers to rendered prompts, an answer a paragraph."""
+    config = RolloutConfig(engine=options.engine)
+    engine = None if stream else build_engine(config, policy, encoder)
+    for index, text in enumerate(texts):
+        keys = row_keys(options.seed, 0, [index] * options.samples, list(range(options.samples)), "generate")
+        if engine is None:
+            stream_answer(policy, encoder, encoder.encode(text), keys, options.sampling)
+            continue
+        rollout = engine.generate([encoder.encode(text)], [options.samples], keys, options.sampling)
+        for ids, length in zip(rollout.completion_ids.tolist(), rollout.lengths.tolist(), strict=True):
+            print(encoder.decode(ids[:length]), flush=True)
+    if engine is not None:
+        engine.close()
+
+
+def stream_answer(
+    policy: Policy, encoder: PromptEncoder, prompt_ids: list[int], keys: NDArray[np.uint64], sampling: SamplingConfig
+) -> None:
+    """Print one answer word by word; the same tokens as the hf engine draws for this key."""
+    tokenizer = encoder.tokenizer
+    sampler = SeededSampler(
+        uniforms(keys, sampling.max_completion_length).to(policy.device),
+        len(prompt_ids),
+        sampling.temperature,
+        sampling.top_p,
+        sampling.top_k,
+        sampling.min_p,
+    )
+    config = GenerationConfig(
+        max_new_tokens=sampling.max_completion_length,
+        do_sample=False,
+        use_cache=True,
+        eos_token_id=eos_token_ids(policy, tokenizer),
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    ids = torch.tensor([prompt_ids], device=policy.device)
+    with policy.generating() as model:
+        model.generate(  # type: ignore[operator]
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            generation_config=config,
+            logits_processor=LogitsProcessorList([sampler]),
+            streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
+        )
+
+
+def read_messages(path: str | None) -> list[list[Message]]:
+    """Conversations of a file, one JSON list of messages a line.
+
+    Raises:
+        UserError: no such file, or a line that is no conversation.
+    """
+    if path is None:
+        return []
+    if not Path(path).is_file():
+        raise UserError("messages", path, "an existing file")
+    found = []
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8").split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            messages = json.loads(line)
+            found.append([{"role": m["role"], "content": m["content"]} for m in messages])
+        except (json.JSONDecodeError, TypeError, KeyError) as error:
+            raise UserError("messages", f"{path}, line {number}", "a JSON list of {role, content}") from error
+    return found
+
+
+def render_messages(messages: list[Message], encoder: PromptEncoder) -> str:
+    """A conversation as the chat template writes it."""
+    if not encoder.has_chat_template:
+        raise UserError("messages", len(messages), "null: this tokenizer has no chat template")
+    return encoder.render_chat(messages)
+
+
+def load_run(run: str, which: str, device: str | None) -> tuple[Policy, PromptEncoder]:
+    """The weights of a run."""
+    where = pick_device(device)
+    return load_model(resolve_model("run", ModelEntry(run=run, which=which), where), where)  # type: ignore[arg-type]
 
 
 def _as_list(arguments: Sequence[str]) -> list[str]:

@@ -128,6 +128,28 @@ class _Lines:
         self.records.extend(records)
 
 
+class _MemoryLines(_Lines):
+    """The same without a file."""
+
+    def __init__(self) -> None:
+        super().__init__(Path())
+
+    def read(self) -> None:
+        """Nothing to read."""
+
+    def append(self, records: Sequence[Record]) -> None:
+        """Keep records."""
+        self.records.extend(records)
+
+
+class MemoryStore(ResultStore):
+    """Results of one rank on their way to the others."""
+
+    def __init__(self) -> None:
+        super().__init__(Path())
+        self.generations, self.verdicts, self.timings = _MemoryLines(), _MemoryLines(), _MemoryLines()
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a file whole: beside its name first, then renamed."""
     path.parent.mkdir(parents=True, exist_ok=True)
