@@ -81,7 +81,12 @@ def sample_rows(module: GRPOModule, batch: PromptBatch) -> StepRows:
 
 def _generate(module: GRPOModule, batch: PromptBatch, counts: Sequence[int], keys: NDArray[np.uint64]) -> Rollout:
     module.phase.hold(min(module.engine.batch_size or len(keys), len(keys)), 0)
-    return module.engine.generate(batch.prompt_ids, counts, keys, module.rollout_config.sampling)
+
+    def progress(rows_done: int, num_tokens: int) -> None:
+        for listener in module.phase.listeners:
+            listener.on_rollout_progress(module.trainer, module, rows_done, len(keys), num_tokens)
+
+    return module.engine.generate(batch.prompt_ids, counts, keys, module.rollout_config.sampling, progress)
 
 
 def _first_of_rank(

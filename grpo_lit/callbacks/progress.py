@@ -29,7 +29,7 @@ class StepProgress(PhaseListener, ProgressBar):
         self._enabled = True
         self._bar: Progress | None = None
         self._task = TaskID(0)
-        self._last_line = 0.0
+        self._last_line = self._phase_start = 0.0
         self._text = ""
 
     @override
@@ -53,17 +53,33 @@ class StepProgress(PhaseListener, ProgressBar):
             BarColumn(bar_width=12),
             TimeElapsedColumn(),
             TextColumn("[cyan]{task.fields[phase]:<9}"),
+            TextColumn("{task.fields[rows]}"),
             TextColumn("{task.description}"),
         )
         steps = pl_module.total_optimizer_steps() // pl_module.ppo_passes  # type: ignore[operator]
         done = int(pl_module.rollout_step)  # type: ignore[arg-type]
-        self._task = self._bar.add_task("", total=max(steps, 1), completed=done, phase="")
+        self._task = self._bar.add_task("", total=max(steps, 1), completed=done, phase="", rows="")
         self._bar.start()
 
     def on_phase_start(self, trainer: Trainer, pl_module: LightningModule, phase: Phase) -> None:
         """Name the phase."""
+        self._phase_start = time.monotonic()
         if self._bar is not None:
-            self._bar.update(self._task, phase=phase)
+            self._bar.update(self._task, phase=phase, rows="")
+
+    def on_rollout_progress(
+        self, trainer: Trainer, pl_module: LightningModule, rows_done: int, num_rows: int, num_tokens: int
+    ) -> None:
+        """Show how far the rollout is; without a terminal only where a single one takes long."""
+        text = f"{rows_done}/{num_rows} rows, {num_tokens} tokens"
+        if self._bar is not None:
+            self._bar.update(self._task, rows=text)
+        elif (
+            self._enabled
+            and time.monotonic() - max(self._last_line, self._phase_start) > 6 * self.seconds_between_lines
+        ):
+            self._last_line = time.monotonic()
+            print(f"rollout step {int(pl_module.rollout_step) + 1}: sampling, {text}", flush=True)  # type: ignore[arg-type]
 
     @override
     def on_train_batch_end(

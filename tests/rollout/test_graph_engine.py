@@ -121,6 +121,26 @@ def test_truncated_sampling_equals_generate(truncation: dict[str, Any], tiny_lla
     assert_same_rows(wanted, GraphEngine(policy, tokenizer).generate([[3, 4, 5]], [6], keys, sampling))
 
 
+def test_20000_draws_follow_the_model_s_distribution(tiny_llama: Path) -> None:
+    """Chi-square of the first token, at a temperature that is not 1, through the whole engine."""
+    policy, tokenizer = load(tiny_llama)
+    draws, temperature = 20_000, 0.7
+    with torch.no_grad():
+        logits = policy.model(torch.tensor([[3, 4, 5]])).logits[0, -1]
+    expected = (logits.double() / temperature).softmax(-1) * draws
+    keys = row_keys(11, 0, [0] * draws, list(range(draws)))
+    sampling = SamplingConfig(temperature=temperature, max_completion_length=1)
+    rollout = GraphEngine(policy, tokenizer).generate([[3, 4, 5]], [draws], keys, sampling)
+    counts = torch.bincount(rollout.completion_ids[:, 0], minlength=len(expected)).double()
+    often = expected >= 5
+    pooled = torch.stack([torch.cat([t[often], t[~often].sum().view(1)]) for t in (counts, expected)])
+    statistic = float(((pooled[0] - pooled[1]).square() / pooled[1].clamp_min(1e-9)).sum())
+    freedom = pooled.shape[1] - 1
+    assert freedom > 8
+    # 99.9 % quantile of chi-square, Wilson and Hilferty's approximation
+    assert statistic < freedom * (1 - 2 / (9 * freedom) + 3.09 * (2 / (9 * freedom)) ** 0.5) ** 3
+
+
 @pytest.mark.parametrize(("check_every", "depth"), [(1, 0), (3, 1), (5, 0), (40, 1)])
 def test_looking_late_changes_nothing(check_every: int, depth: int, tiny_llama: Path) -> None:
     """Rows end, wait, take freed slots and are compacted whenever the host looks; they stay the same rows."""
