@@ -107,7 +107,7 @@ def limit(cap: int, *, expandable: bool = True) -> None:
         raise UserError("--cap", f"{cap / GIB:.2f}GiB", f"at most the GPU's {total / GIB:.2f}GiB")
     torch.cuda.set_per_process_memory_fraction(cap / total, 0)
     if expandable:  # segments that grow leave no gaps between them
-        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
 def _headline(options: argparse.Namespace, on_cuda: bool) -> str:

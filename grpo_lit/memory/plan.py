@@ -208,7 +208,7 @@ def _rollout(sizes: ModelSizes, formats: Formats, step: StepSizes) -> Ledger:
 def _score(sizes: ModelSizes, formats: Formats, step: StepSizes) -> Ledger:
     n, m = step.score_rows * step.row_tokens, step.score_rows * step.completion_tokens
     hidden = n * sizes.hidden * formats.width
-    head = {"activations": 3 * hidden, "logits": logit_bytes(sizes, formats, m, backward=False)}
+    head = {"activations": 3 * hidden, "logits": logit_bytes(sizes, formats, m)}
     layers = {"activations": hidden + _forward(sizes, formats, n), "logits": 0}
     return max(head, layers, key=lambda ledger: sum(ledger.values()))
 
@@ -231,12 +231,12 @@ def _dequantized(sizes: ModelSizes, formats: Formats) -> int:
     return (3 if sizes.gated else 2) * matrix if formats.fused else matrix
 
 
-def logit_bytes(sizes: ModelSizes, formats: Formats, m: int, *, backward: bool) -> int:
-    """One chunk of float32 logits, and of their gradient where that is not written over them (it is on CUDA)."""
+def logit_bytes(sizes: ModelSizes, formats: Formats, m: int) -> int:
+    """One chunk of float32 logits, their gradient written over them; a quantized output layer as numbers beside it."""
     rows = max(1, LOGIT_CHUNK_BYTES // (4 * sizes.vocab))
     rows = min(m, rows // 64 * 64 if rows >= 64 else rows)
-    del backward, formats
-    return rows * sizes.vocab * 4
+    numbers = 0 if formats.head_bytes is None else sizes.vocab * sizes.hidden * formats.width
+    return rows * sizes.vocab * 4 + numbers
 
 
 def _train(sizes: ModelSizes, formats: Formats, step: StepSizes) -> Ledger:
@@ -249,7 +249,7 @@ def _train(sizes: ModelSizes, formats: Formats, step: StepSizes) -> Ledger:
     kept = (sizes.layers - recomputed) * kept_by_layer(sizes, formats, n)
     tokens_scored = m * sizes.hidden * (4 + 3 * formats.width)  # final norm in fp32 and out, what goes in, J
     head = {"layer inputs": inputs, "activations": kept + hidden + tokens_scored}
-    head["logits"] = logit_bytes(sizes, formats, m, backward=True)
+    head["logits"] = logit_bytes(sizes, formats, m)
     layer = {"layer inputs": inputs, "activations": kept + backward_of_layer(sizes, formats, n), "logits": 0}
     return max(head, layer, key=lambda ledger: sum(ledger.values()))
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from grpo_lit.memory.plan import MIB, Formats, StepSizes
+from grpo_lit.memory.quantized_table import BYTES_PER_WEIGHT
 
 if TYPE_CHECKING:
     from grpo_lit.module import GRPOModule
@@ -39,6 +40,7 @@ def formats_of(module: GRPOModule, *, on_cuda: bool = True, model_type: str = "l
     return Formats(
         width=_WIDTHS[policy.dtype],
         nf4=policy.quantization == "nf4",
+        head_bytes=None if policy.head_quantization is None else BYTES_PER_WEIGHT[policy.head_quantization],
         lora_rank=None if lora is None else lora.rank,
         lora_targets=() if lora is None else tuple(lora.targets),
         lora_width=4 if lora is None else _WIDTHS[lora.dtype],
