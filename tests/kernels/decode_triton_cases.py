@@ -274,10 +274,10 @@ LINEARS = {
 
 @pytest.mark.parametrize("packed", [None, True, False], ids=["dense", "nf4", "nf4, plain scales"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(("rows", "width"), [(1, 64), (5, 1088), (33, 640)], ids=str)
+@pytest.mark.parametrize(("rows", "width"), [(1, 64), (5, 1088), (20, 640), (40, 128)], ids=str)
 @pytest.mark.parametrize("case", LINEARS)
 def test_decode_linear(case, rows, width, dtype, packed):
-    if DEVICE == "cpu" and (rows > 1 and dtype == torch.float16 or packed is False and rows > 5):
+    if DEVICE == "cpu" and (rows > 1 and dtype == torch.float16 or packed is False and rows not in (1, 5)):
         pytest.skip("takes the interpreter too long; one of each is run")
     check_linear(rows, width, dtype=dtype, packed=packed, **LINEARS[case])
 

@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from grpo_lit.kernels._triton.gated_activation import activate
-from grpo_lit.kernels._triton.launch import counters_for, overlap, wait_for_previous
+from grpo_lit.kernels._triton.gated_activation import activate, gate
+from grpo_lit.kernels._triton.launch import counters_for, overlap, prefetch, wait_for_previous
 from grpo_lit.kernels._triton.nf4_matmul import unpacked
 from grpo_lit.kernels._triton.rms_norm import add_norm
 from grpo_lit.kernels.decode_linear import Part, RmsNorm, reference
@@ -23,7 +23,7 @@ from grpo_lit.kernels.dispatch import interpreting
 from grpo_lit.kernels.nf4 import Nf4Weight
 
 MAX_PARTS = 3
-MAX_ROWS = 128
+MAX_ROWS = 32  # with more, cuBLAS is faster, even on weights that are first turned into 16 bits
 
 
 class Plan(NamedTuple):
@@ -34,6 +34,7 @@ class Plan(NamedTuple):
     depth: int
     num_warps: int
     num_stages: int
+    prefetch: int = 0
 
 
 @triton.jit
@@ -170,6 +171,7 @@ def _dense_kernel(  # type: ignore[no-untyped-def]
     DEPTH: tl.constexpr,
     SPLIT: tl.constexpr,
     EVEN: tl.constexpr,
+    PREFETCH: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_LORA: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
@@ -191,10 +193,16 @@ def _dense_kernel(  # type: ignore[no-untyped-def]
     k = split * steps_each * DEPTH + tl.arange(0, DEPTH)
     offset = (column % n).to(tl.int64)[:, None] * width + k[None, :]
     from_x = x + row[None, :] * width + k[:, None]
+    steps = tl.minimum(steps_each, tl.cdiv(width, DEPTH) - split * steps_each)
+    if PREFETCH > 0:  # the share's first lines of 128 bytes
+        line = tl.minimum(split * steps_each * DEPTH + tl.arange(0, PREFETCH) * 64, width - 1)
+        ahead = (column % n).to(tl.int64)[:, None] * width + line[None, :]
+        prefetch(w + ahead, PDL)
+        if GATED:
+            prefetch(w1 + ahead, PDL)
     wait_for_previous(PDL)
     y = tl.zeros((COLUMNS, ROWS), tl.float32)
     other = y
-    steps = tl.minimum(steps_each, tl.cdiv(width, DEPTH) - split * steps_each)
     for step in range(steps):
         left = width - (split * steps_each + step) * DEPTH
         there = row[None, :] < rows
@@ -234,6 +242,8 @@ def _dense_kernel(  # type: ignore[no-untyped-def]
 @triton.jit
 def _low_rank_kernel(  # type: ignore[no-untyped-def]
     x,
+    norm,
+    normed,
     a0,
     a1,
     a2,
@@ -246,94 +256,61 @@ def _low_rank_kernel(  # type: ignore[no-untyped-def]
     scaling0,
     scaling1,
     scaling2,
+    eps,
     ROWS: tl.constexpr,
     DEPTH: tl.constexpr,
+    NORM: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """scaling x A^T: a program one row of A, of whichever part, and ROWS rows of x."""
+    """scaling n A^T: a program one row of A, of whichever part, and ROWS rows of n.
+
+    n is x, or its RMS norm if NORM; then one further program for each ROWS rows writes n, and DEPTH covers a row.
+    """
     number = tl.program_id(0)
+    ranks = rank0 + rank1 + rank2
     part = (number >= rank0).to(tl.int32) + (number >= rank0 + rank1).to(tl.int32)
     a = _choose(part, a0, a1, a2) + (number - _choose(part, 0, rank0, rank0 + rank1)).to(tl.int64) * width
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     k = tl.arange(0, DEPTH)
+    at = row[:, None].to(tl.int64) * width + k[None, :]
     wait_for_previous(PDL)
-    total = tl.zeros((ROWS, DEPTH), tl.float32)
-    for start in range(0, width, DEPTH):
-        inside = k < width - start
-        weights = tl.load(a + start + k, mask=inside, other=0.0).to(tl.float32)
-        few = tl.load(
-            x + row[:, None].to(tl.int64) * width + start + k[None, :],
-            mask=(row[:, None] < rows) & inside[None, :],
-            other=0.0,
-        )
-        total += few.to(tl.float32) * weights[None, :]
-    scaling = _choose(part, scaling0, scaling1, scaling2)
-    ranks = rank0 + rank1 + rank2
-    tl.store(low + row * ranks + number, tl.sum(total, 1) * scaling, mask=row < rows)
+    if NORM:
+        there = (row[:, None] < rows) & (k[None, :] < width)
+        h = tl.load(x + at, mask=there, other=0.0).to(tl.float32)
+        h *= tl.rsqrt(tl.sum(h * h, 1) / width + eps)[:, None]
+        h = h.to(x.dtype.element_ty).to(tl.float32) * tl.load(norm + k, mask=k < width, other=0.0).to(tl.float32)
+        h = h.to(x.dtype.element_ty)
+        if number == ranks:
+            tl.store(normed + at, h, mask=there)
+        else:
+            weights = tl.load(a + k, mask=k < width, other=0.0).to(tl.float32)
+            total = tl.sum(h.to(tl.float32) * weights[None, :], 1)
+            tl.store(low + row * ranks + number, total * _choose(part, scaling0, scaling1, scaling2), mask=row < rows)
+    else:
+        summed = tl.zeros((ROWS, DEPTH), tl.float32)
+        for start in range(0, width, DEPTH):
+            inside = k < width - start
+            weights = tl.load(a + start + k, mask=inside, other=0.0).to(tl.float32)
+            few = tl.load(x + at + start, mask=(row[:, None] < rows) & inside[None, :], other=0.0)
+            summed += few.to(tl.float32) * weights[None, :]
+        total = tl.sum(summed, 1) * _choose(part, scaling0, scaling1, scaling2)
+        tl.store(low + row * ranks + number, total, mask=row < rows)
 
 
 @triton.jit
-def _block_scale(scales, group_scales, number, NESTED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What the scale of block ``number`` is computed from: (index, group scale), or (0, the scale)."""
+def _nf4_step(  # type: ignore[no-untyped-def]
+    even, odd, packed, scales, scale_code, group_scales, shift, code, number, lane,
+    BF16: tl.constexpr, NESTED: tl.constexpr, PERMUTE: tl.constexpr,
+):  # fmt: skip
+    """(COLUMNS, ROWS) product with one block of 64 of each column; ``number`` (COLUMNS,) of the blocks."""
+    q = tl.load(packed + (number.to(tl.int64) * 32)[:, None] + lane[None, :])
     if NESTED:
         index = tl.load(scales + number).to(tl.int32)
-        group = tl.load(group_scales + number // 256)
+        scale = tl.load(scale_code + index) * tl.load(group_scales + number // 256) + shift
     else:
-        index = tl.zeros_like(number).to(tl.int32)
-        group = tl.load(scales + number)
-    return index, group
-
-
-@triton.jit
-def _nf4_product(  # type: ignore[no-untyped-def]
-    pairs,
-    packed,
-    scales,
-    scale_code,
-    group_scales,
-    offset,
-    code,
-    column,
-    n,
-    row,
-    rows,
-    blocks,
-    first,
-    last,
-    UNROLL: tl.constexpr,
-    BF16: tl.constexpr,
-    NESTED: tl.constexpr,
-    PERMUTE: tl.constexpr,
-):
-    """(COLUMNS, ROWS) products over the blocks of 64 from ``first`` to ``last`` of the part's columns."""
-    DTYPE: tl.constexpr = tl.bfloat16 if BF16 else tl.float16
-    lane = tl.arange(0, 32)
-    start_of = (column % n) * blocks
-    shift = 0.0
-    if NESTED:
-        shift = tl.load(offset)
-    total = tl.zeros((column.shape[0], row.shape[0]), tl.float32)
-    for start in range(first, last, UNROLL):
-        for i in tl.static_range(UNROLL):
-            block = tl.minimum(start + i, blocks - 1)
-            q = tl.load(packed + ((start_of + block).to(tl.int64) * 32)[:, None] + lane[None, :])
-            index, group = _block_scale(scales, group_scales, start_of + block, NESTED)
-            # two neighbouring 16-bit numbers of x at a time; zeros beyond this program's share
-            x = tl.load(
-                pairs + row[None, :] * (blocks * 32) + block * 32 + lane[:, None],
-                mask=row[None, :] < tl.where(start + i < last, rows, 0),
-                other=0,
-            )
-            early, late = unpacked(q, code, BF16, PERMUTE)
-            even = (x & 0xFFFF).to(tl.int16).to(DTYPE, bitcast=True)
-            odd = (x >> 16).to(tl.int16).to(DTYPE, bitcast=True)
-            if not PERMUTE:  # the interpreter has no 16-bit products
-                even, odd = even.to(tl.float32), odd.to(tl.float32)
-            product = tl.dot(late, odd, tl.dot(early, even))
-            if NESTED:
-                group = tl.load(scale_code + index) * group + shift
-            total += product * group[:, None]
-    return total
+        scale = tl.load(scales + number)
+    early, late = unpacked(q, code, BF16, PERMUTE)
+    return tl.dot(late, odd, tl.dot(early, even)) * scale[:, None]
 
 
 @triton.jit
@@ -381,6 +358,7 @@ def _nf4_kernel(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     UNROLL: tl.constexpr,
+    PREFETCH: tl.constexpr,
     SPLIT: tl.constexpr,
     BF16: tl.constexpr,
     NESTED: tl.constexpr,
@@ -407,17 +385,47 @@ def _nf4_kernel(  # type: ignore[no-untyped-def]
     row = tl.arange(0, ROWS)
     start = split * blocks_each
     end = tl.minimum(start + blocks_each, blocks)
+    if PREFETCH > 0:  # the share's first lines of 128 bytes, and the scales beside them
+        line = tl.minimum(start + tl.arange(0, PREFETCH) * 4, blocks - 1)
+        ahead = (column % n)[:, None] * blocks + line[None, :]
+        prefetch(packed + ahead.to(tl.int64) * 32, PDL)
+        prefetch(scales + ahead, PDL)
+        if GATED:
+            prefetch(packed1 + ahead.to(tl.int64) * 32, PDL)
+            prefetch(scales1 + ahead, PDL)
     wait_for_previous(PDL)
-    y = _nf4_product(
-        x, packed, scales, scale_code, groups, offset, code, column, n, row, rows, blocks, start, end,
-        UNROLL, BF16, NESTED, PERMUTE,
-    )  # fmt: skip
+    DTYPE: tl.constexpr = tl.bfloat16 if BF16 else tl.float16
+    lane = tl.arange(0, 32)
+    start_of = (column % n) * blocks
+    shift, other_shift = 0.0, 0.0
+    if NESTED:
+        shift = tl.load(offset)
+        if GATED:
+            other_shift = tl.load(offset1)
+    y = tl.zeros((COLUMNS, ROWS), tl.float32)
     other = y
-    if GATED:
-        other = _nf4_product(
-            x, packed1, scales1, scale_code1, groups1, offset1, code, column, n, row, rows, blocks, start, end,
-            UNROLL, BF16, NESTED, PERMUTE,
-        )  # fmt: skip
+    for step in range(start, end, UNROLL):
+        for i in tl.static_range(UNROLL):
+            block = tl.minimum(step + i, blocks - 1)
+            # two neighbouring 16-bit numbers of x at a time; zeros beyond this program's share
+            pairs = tl.load(
+                x + row[None, :] * (blocks * 32) + block * 32 + lane[:, None],
+                mask=row[None, :] < tl.where(step + i < end, rows, 0),
+                other=0,
+            )
+            even = (pairs & 0xFFFF).to(tl.int16).to(DTYPE, bitcast=True)
+            odd = (pairs >> 16).to(tl.int16).to(DTYPE, bitcast=True)
+            if not PERMUTE:  # the interpreter has no 16-bit products
+                even, odd = even.to(tl.float32), odd.to(tl.float32)
+            number = start_of + block
+            y += _nf4_step(
+                even, odd, packed, scales, scale_code, groups, shift, code, number, lane, BF16, NESTED, PERMUTE
+            )
+            if GATED:
+                other += _nf4_step(
+                    even, odd, packed1, scales1, scale_code1, groups1, other_shift, code, number, lane,
+                    BF16, NESTED, PERMUTE,
+                )  # fmt: skip
     tiles = tl.num_programs(0)
     last, y, other = _gathered(y, other, partial, counters, tile, split, splits, tiles, row, rows, SPLIT, GATED)
     if last:
@@ -444,31 +452,36 @@ def _ints(values: list[int]) -> list[int]:
     return values + [0] * (MAX_PARTS - len(values))
 
 
-def dense_plan(rows: int, columns: int, width: int) -> Plan:
-    """By size; about two programs a multiprocessor of an H200."""
-    tile = 64
-    tiles = triton.cdiv(columns, tile)
+def dense_plan(rows: int, columns: int, width: int, gated: bool) -> Plan:
+    """By size, as measured on an H200: about two programs a multiprocessor."""
     depth = 128 if width % 128 == 0 else 64
-    steps = triton.cdiv(width, depth)
-    return Plan(tile, max(1, min(264 // tiles, steps // 2)), depth, 4, 4)
+    if gated:
+        return Plan(64, 1, depth, 4, 3) if rows <= 16 else Plan(32, 1, depth, 2, 4)
+    splits = max(1, min(round(264 / triton.cdiv(columns, 64)), triton.cdiv(width, depth)))
+    return Plan(64, splits, depth, 4, 4)
 
 
-def nf4_plan(rows: int, columns: int, width: int) -> Plan:
-    """By size; about eight programs a multiprocessor of an H200, each with a few blocks of 64."""
-    tile = 32 if rows <= 32 else 64
-    tiles = triton.cdiv(columns, tile)
-    return Plan(tile, max(1, min(8, 1056 // tiles, width // 256)), 2, 2, 3)
+def nf4_plan(rows: int, columns: int, width: int, gated: bool) -> Plan:
+    """By size, as measured on an H200: some four to eight programs a multiprocessor."""
+    if gated:
+        return Plan(64, max(1, min(8, 1100 // triton.cdiv(columns // 2, 64), width // 128)), 1, 4, 4)
+    splits = max(1, min(round(550 / triton.cdiv(columns, 32)), width // 128))
+    return Plan(32, splits, 2, 2, 3)
 
 
-def low_rank(x: Tensor, parts: list[Part]) -> Tensor:
-    """(R, sum of ranks) float32: scaling x A^T of every part that has an update."""
+def low_rank(x: Tensor, parts: list[Part], norm: RmsNorm | None = None) -> tuple[Tensor, Tensor]:
+    """n (R, K), and (R, sum of ranks) float32: scaling n A^T of every part that has an update; n is normed x or x."""
     loras = [part.lora for part in parts]
     ranks = _ints([0 if lora is None else len(lora.a) for lora in loras])
     low = torch.empty(len(x), sum(ranks), dtype=torch.float32, device=x.device)
-    rows = min(4, triton.next_power_of_2(len(x)))
+    normed = x if norm is None else torch.empty_like(x)
+    depth = 512 if norm is None else triton.next_power_of_2(x.shape[1])
+    rows = max(1, min(4, triton.next_power_of_2(len(x)), 8192 // depth))
     scalings = [0.0 if lora is None else float(lora.scaling) for lora in loras]
-    _low_rank_kernel[(sum(ranks), triton.cdiv(len(x), rows))](
+    _low_rank_kernel[(sum(ranks) + (norm is not None), triton.cdiv(len(x), rows))](
         x,
+        None if norm is None else norm.weight,
+        normed,
         *_three([None if lora is None else lora.a for lora in loras], x),
         low,
         len(x),
@@ -476,17 +489,19 @@ def low_rank(x: Tensor, parts: list[Part]) -> Tensor:
         *ranks,
         *scalings,
         *[0.0] * (MAX_PARTS - len(parts)),
+        0.0 if norm is None else norm.eps,
         ROWS=rows,
-        DEPTH=512,
+        DEPTH=depth,
+        NORM=norm is not None,
         num_warps=4,
         **overlap(x),
     )
-    return low
+    return normed, low
 
 
 def _fits(x: Tensor, parts: list[Part]) -> bool:
-    """Whether the kernels take it; else it goes through torch."""
-    if x.dtype not in (torch.bfloat16, torch.float16) or not 1 <= len(x) <= MAX_ROWS or len(parts) > MAX_PARTS:
+    """Whether the kernels take it, up to the number of rows."""
+    if x.dtype not in (torch.bfloat16, torch.float16) or len(x) < 1 or len(parts) > MAX_PARTS:
         return False
     packed = [isinstance(part.weight, Nf4Weight) for part in parts]
     if any(packed) != all(packed):
@@ -504,6 +519,39 @@ def _fits(x: Tensor, parts: list[Part]) -> bool:
     return all(isinstance(part.weight, Tensor) and part.weight.is_contiguous() for part in parts)
 
 
+def _by_library(
+    x: Tensor, low: Tensor, parts: list[Part], residual: Tensor | None, activation: str | None, out_dtype: torch.dtype
+) -> Tensor:
+    """cuBLAS for the products, each part straight into its place; ``low`` as `low_rank` leaves it."""
+    alone = len(parts) == 1 and activation is None
+    if alone and residual is None and parts[0].bias is None and parts[0].lora is None:
+        weight = parts[0].weight
+        dense = weight if isinstance(weight, Tensor) else weight.dequantize(x.dtype)
+        return torch.mm(x, dense.t()) if out_dtype == x.dtype else torch.mm(x, dense.t(), out_dtype=out_dtype)
+    out = x.new_empty(len(x), sum(part.columns for part in parts))
+    before, rank_at = 0, 0
+    for part in parts:
+        place = out[:, before : before + part.columns]
+        dense = part.weight if isinstance(part.weight, Tensor) else part.weight.dequantize(x.dtype)
+        added = residual if alone else part.bias
+        if added is None:
+            torch.mm(x, dense.t(), out=place)
+        else:
+            torch.addmm(added.to(x.dtype), x, dense.t(), out=place)
+        if alone and residual is not None and part.bias is not None:
+            place += part.bias
+        if part.lora is not None:
+            rank = len(part.lora.a)
+            place += low[:, rank_at : rank_at + rank].to(part.lora.b.dtype) @ part.lora.b.t()
+            rank_at += rank
+        before += part.columns
+    if activation is not None:
+        out = gate(out, activation)
+    if residual is not None and not alone:
+        out = out + residual
+    return out.to(out_dtype)
+
+
 def product(
     x: Tensor,
     parts: list[Part],
@@ -515,22 +563,26 @@ def product(
 ) -> Tensor:
     """The op on Triton, or partly through torch where the kernels don't fit."""
     x = x.contiguous()
-    if norm is not None:
+    low, fits = x, _fits(x, parts)
+    if fits and any(part.lora is not None for part in parts):
+        x, low = low_rank(x, parts, norm)
+    elif norm is not None:
         x = add_norm(x, None, norm.weight, None, norm.eps)[0]
-    if not _fits(x, parts):
+    if not fits:
         return reference(x, parts, residual, None, activation, out_dtype)
+    if len(x) > MAX_ROWS:
+        return _by_library(x, low, parts, residual, activation, out_dtype or x.dtype)
     rows, width = x.shape
     columns = [part.columns for part in parts]
     out_width = columns[0] if activation is not None else sum(columns)
     packed = isinstance(parts[0].weight, Nf4Weight)
-    plan = plan or (nf4_plan if packed else dense_plan)(rows, sum(columns), width)
+    plan = plan or (nf4_plan if packed else dense_plan)(rows, sum(columns), width, activation is not None)
     steps = width // 64 if packed else triton.cdiv(width, plan.depth)
     each = triton.cdiv(steps, plan.splits)
     splits = triton.cdiv(steps, each)
     tiles = sum(triton.cdiv(n, plan.columns) for n in (columns[:1] if activation is not None else columns))
-    padded_rows = max(16, triton.next_power_of_2(rows))
+    padded_rows = max(8 if packed else 16, triton.next_power_of_2(rows))
     out = x.new_empty(rows, out_width, dtype=out_dtype or x.dtype)
-    low = low_rank(x, parts) if any(part.lora is not None for part in parts) else x
     size = tiles * splits * plan.columns * padded_rows * (1 if activation is None else 2)
     partial = x.new_empty(size if splits > 1 else 1, dtype=torch.float32)
     after = [
@@ -555,6 +607,9 @@ def product(
         "ROWS": padded_rows,
         "COLUMNS": plan.columns,
         "SPLIT": splits > 1,
+        "PREFETCH": min(
+            plan.prefetch, triton.next_power_of_2(triton.cdiv(each, 4) if packed else each * plan.depth // 64)
+        ),
         "HAS_BIAS": any(part.bias is not None for part in parts),
         "HAS_LORA": any(part.lora is not None for part in parts),
         "HAS_RESIDUAL": residual is not None,

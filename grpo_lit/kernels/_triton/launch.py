@@ -32,6 +32,15 @@ def wait_for_previous(PDL: tl.constexpr):  # type: ignore[no-untyped-def]
         tl.extra.cuda.gdc_wait()
 
 
+@triton.jit
+def prefetch(pointers, PDL: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Asks for the cache lines of ``pointers`` in the second-level cache; called before `wait_for_previous`."""
+    if PDL:
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
 @functools.cache
 def _overlaps(device: torch.device) -> bool:
     return not interpreting() and torch.cuda.get_device_capability(device) >= (9, 0)
