@@ -166,8 +166,7 @@ class Flight:
     def _compact(self) -> None:
         """Move running rows to the front once they fit a smaller bucket; nothing to do while rows wait."""
         kept = [slot for slot, row in enumerate(self._slots) if row is not None]
-        plan = self._buffers.plan
-        if self._waiting or not kept or plan.bucket(len(kept)) >= plan.bucket(len(self._slots)):
+        if self._waiting or not kept or self._bucket(len(kept)) >= self._bucket(len(self._slots)):
             return
         order = torch.tensor(kept, device=self._buffers.page_table.device)
         for tensor in self._buffers.per_slot:
@@ -175,6 +174,10 @@ class Flight:
         self._buffers.state.position[len(kept) :] = -1
         self._buffers.state.length[len(kept) :] = 0
         self._slots = [self._slots[slot] for slot in kept]
+
+    def _bucket(self, num_slots: int) -> int:
+        """Slots that a step runs on: any number where nothing is recorded."""
+        return self._buffers.plan.bucket(num_slots) if self._runner.use_graphs else num_slots
 
     # ---- steps --------------------------------------------------------------------------------------------------
 
@@ -185,7 +188,7 @@ class Flight:
         steps = min(self._check_every, max((limit - row.num_issued for row in running), default=0))
         if steps == 0:
             return 0
-        bucket = self._buffers.plan.bucket(len(self._slots))
+        bucket = self._bucket(len(self._slots))
         for _ in range(steps):
             self._runner.run(bucket)
         for row in running:

@@ -62,7 +62,7 @@ class GraphRunner:
 
     def __init__(self, step: DecodeStep, buffers: DecodeBuffers, warm: set[object], *, use_graphs: bool) -> None:
         self._step, self._buffers, self._warm = step, buffers, warm
-        self._use_graphs = use_graphs
+        self.use_graphs = use_graphs
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._pool: torch.cuda.MemPool | None = None
 
@@ -71,7 +71,7 @@ class GraphRunner:
         graph = self._graphs.get(num_slots)
         if graph is not None:
             graph.replay()
-        elif not self._use_graphs:
+        elif not self.use_graphs:
             self._call(num_slots)
         elif (num_slots, self._step.kernels_key) not in self._warm:
             self._call(num_slots)

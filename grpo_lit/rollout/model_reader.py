@@ -20,6 +20,7 @@ from grpo_lit.kernels.decode_linear import LoraUpdate, Part
 from grpo_lit.kernels.gated_activation import ACTIVATIONS
 from grpo_lit.kernels.nf4 import Nf4Weight
 from grpo_lit.lora import LoRALinear
+from grpo_lit.memory.quantized_table import QuantizedTable
 from grpo_lit.policy import Policy
 from grpo_lit.rollout.pages import CacheShape
 
@@ -69,7 +70,7 @@ class ModelSpec:
 
     Attributes:
         layers: blocks from the input up.
-        embedding: (V, H) token embeddings.
+        embedding: (V, H) token embeddings, quantized or not.
         position_embedding: (max positions, H) of GPT-2, else None.
         final_norm: before the output layer.
         head: output layer (V, H), tied or not.
@@ -84,7 +85,7 @@ class ModelSpec:
     """
 
     layers: Sequence[LayerSpec]
-    embedding: Tensor
+    embedding: Tensor | QuantizedTable
     position_embedding: Tensor | None
     final_norm: Norm
     head: Part
@@ -176,7 +177,7 @@ def _read_rotary(policy: Policy) -> ModelSpec:
     return _spec(
         policy,
         layers=layers,
-        embedding=decoder.embed_tokens.weight,
+        embedding=getattr(decoder.embed_tokens, "table", decoder.embed_tokens.weight),
         position_embedding=None,
         final_norm=_norm(decoder.norm),
         activation=config.hidden_act,
@@ -228,8 +229,15 @@ def _read_gpt2(policy: Policy) -> ModelSpec:
 
 def _spec(policy: Policy, **fields: Any) -> ModelSpec:
     head = policy._head
+    table = getattr(head.layer, "table", None)
+    if table is not None and table.kind != "nf4":
+        raise UnsupportedModel(f"an output layer in {table.kind}")
     return ModelSpec(
-        head=Part(head.weight.detach(), None if head.bias is None else head.bias.detach(), None),
+        head=Part(
+            head.weight.detach() if table is None else table.nf4(),
+            None if head.bias is None else head.bias.detach(),
+            None,
+        ),
         logit_scale=head.logit_scale,
         softcap=head.softcap,
         **fields,

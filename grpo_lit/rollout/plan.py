@@ -13,6 +13,11 @@ MAX_ROWS = 128
 """Rows in flight at most: what the skinny products of a decode step are made for."""
 
 
+BUCKETS = (4, 16, 32, 64)
+"""Numbers of slots worth a recording of their own. Products pad to 16 rows, idle slots cost attention nothing, and a
+recording takes some 30 ms."""
+
+
 @dataclass(frozen=True)
 class RolloutPlan:
     """Sizes of everything that a rollout holds.
@@ -35,15 +40,12 @@ class RolloutPlan:
 
     @property
     def buckets(self) -> list[int]:
-        """Numbers of slots that a step is recorded for: powers of two, and all slots.
+        """Numbers of slots that a step is recorded for: those of `BUCKETS` that fit, and all slots.
 
-        >>> RolloutPlan(9, 1, 6, 1, 1, 1).buckets
-        [1, 2, 4, 6]
+        >>> RolloutPlan(99, 1, 20, 1, 1, 1).buckets
+        [4, 16, 20]
         """
-        sizes = [1]
-        while sizes[-1] * 2 < self.num_slots:
-            sizes.append(sizes[-1] * 2)
-        return sizes if self.num_slots == 1 else [*sizes, self.num_slots]
+        return [*(size for size in BUCKETS if size < self.num_slots), self.num_slots]
 
     def bucket(self, num_slots: int) -> int:
         """The smallest bucket that holds this many slots."""
