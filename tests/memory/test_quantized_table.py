@@ -113,3 +113,23 @@ def test_refusals(tiny_llama: Path, tiny_gpt2: Path, tmp_path: Path) -> None:
         load_policy(PolicyConfig(str(tiny_llama), head_quantization="int8"), None)
     with pytest.raises(UserError, match="rows of 96"):
         QuantizedTable(torch.ones(4, 96), "nf4", torch.float32, CPU)
+
+
+def test_the_graph_engine_decodes_with_it(tiny_llama: Path) -> None:
+    """Its log-probs are those of the scoring pass, which multiplies by the whole table."""
+    from grpo_lit.prompts import load_tokenizer
+    from grpo_lit.rollout.base import SamplingConfig
+    from grpo_lit.rollout.graph import GraphEngine
+    from grpo_lit.rollout.model_reader import UnsupportedModel, read_model
+    from grpo_lit.rollout.sampling import row_keys
+
+    policy = load(tiny_llama, head_quantization="nf4")
+    engine = GraphEngine(policy, load_tokenizer(policy.source))
+    keys = row_keys(0, 0, [0, 0, 1, 1], [0, 1, 0, 1])
+    rollout = engine.generate([[3, 4, 5], [10]], [2, 2], keys, SamplingConfig(max_completion_length=6))
+    with torch.no_grad():
+        scores = policy.score(rollout.prompt_ids, rollout.prompt_mask, rollout.completion_ids, rollout.completion_mask)
+    assert torch.allclose(scores.logprobs, rollout.logprobs, atol=1e-4)
+    assert scores.logprobs.abs().max() > 0.5
+    with pytest.raises(UnsupportedModel, match="int8"):
+        read_model(load(tiny_llama, head_quantization="int8"))
