@@ -14,8 +14,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "check": ("resolve a config and check the system, without training", "grpo_lit.cli.check:main"),
     "evaluate": ("score models on datasets, with intervals and a report", "grpo_lit.cli.evaluate:main"),
     "sent": ("order training prompts by the semantic entropy of sampled answers", "grpo_lit.cli.sent:main"),
+    "compare": ("put two or more runs side by side", "grpo_lit.cli.compare:main"),
     "export": ("write trained weights as a PEFT folder or a merged model", "grpo_lit.cli.export:main"),
     "generate": ("answer prompts with a model, an adapter or a checkpoint", "grpo_lit.cli.generate:main"),
+    "tune": ("find fast settings for a configuration, judged by benchmarks", "grpo_lit.cli.tune:main"),
     "toy": ("the small policies whose truth is known exactly", "grpo_lit.toy.cli:main"),
     "bench": ("measure speed and memory side by side", "grpo_lit.bench:main"),
 }

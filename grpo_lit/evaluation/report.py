@@ -33,17 +33,17 @@ def markdown_report(summary: Summary, run_config: Record) -> str:
     lines = ["# Evaluation", "", "## Scores", ""]
     names = metric_names(summary.cells)
     header = ["model", "dataset", "protocol", "problems", "samples", *names, "tokens/s"]
-    lines += _table(header, [cell_row(cell, names) for cell in summary.cells])
+    lines += table(header, [cell_row(cell, names) for cell in summary.cells])
     lines += ["", f"In brackets the {summary.confidence:.0%} interval. {NOTES}", "", "## Means over datasets", ""]
     rows = [[model, protocol, with_interval(i)] for (model, protocol), i in summary.averages.items()]
-    lines += _table(["model", "protocol", "mean accuracy"], rows)
+    lines += table(["model", "protocol", "mean accuracy"], rows)
     if summary.comparisons:
         lines += ["", "## Pairs of models", ""]
-        lines += _table(PAIR_HEADER, [pair_row(pair) for pair in summary.comparisons])
+        lines += table(PAIR_HEADER, [pair_row(pair) for pair in summary.comparisons])
     lines += ["", "## Models and datasets", ""]
-    lines += _table(["model", "base", "weights", "format"], [model_row(*item) for item in run_config["models"].items()])
+    lines += table(["model", "base", "weights", "format"], [model_row(*item) for item in run_config["models"].items()])
     lines += [""]
-    lines += _table(
+    lines += table(
         ["dataset", "source", "problems", "may select"], [dataset_row(*i) for i in run_config["datasets"].items()]
     )
     lines += ["", "Made with " + ", ".join(f"{k} {v}" for k, v in run_config["versions"].items()) + ".", ""]
@@ -112,7 +112,8 @@ def p_text(p: float) -> str:
     return "< 0.001" if p < 0.001 else f"{p:.3f}"
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a Markdown table."""
     body = ["| " + " | ".join(str(cell).replace("|", "\\|") for cell in row) + " |" for row in rows]
     return ["| " + " | ".join(header) + " |", "|" + "---|" * len(header), *body]
 
