@@ -70,6 +70,7 @@ class GraphEngine:
         self.stats = RolloutStats(weight_bytes=read_model(policy).weight_bytes)
         self._warm: set[object] = set()
         self._held: tuple[object, DecodeBuffers, GraphRunner] | None = None
+        self.cache_bytes = 0  # of the last rollout's keys and values
 
     def generate(
         self,
@@ -185,6 +186,7 @@ class GraphEngine:
         self.release()
         device = self.policy.device
         buffers = DecodeBuffers(plan, spec.cache, device)
+        self.cache_bytes = buffers.cache.storage.nbytes
         eos = torch.tensor(self.eos_token_ids, device=device)
         rotary = rotary_tables(self.policy, plan.num_positions)
         step = DecodeStep(spec, buffers.cache, rotary, sampling, eos, impl=self.impl)

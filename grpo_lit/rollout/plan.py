@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from grpo_lit.oom import memory_limit
 from grpo_lit.rollout.pages import CacheShape, GroupPages, pages_for
 
 MAX_ROWS = 128
@@ -93,9 +94,7 @@ def plan_rollout(
 
 
 def free_bytes(device: torch.device) -> float:
-    """Memory that a rollout may take: nine tenths of what is free; unlimited on the CPU."""
+    """Memory that a rollout may take: nine tenths of what this process may still have; unlimited on the CPU."""
     if device.type != "cuda":
         return float("inf")
-    free, _ = torch.cuda.mem_get_info(device)
-    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return 0.9 * (free + cached)
+    return 0.9 * (memory_limit(device) - torch.cuda.memory_allocated(device))

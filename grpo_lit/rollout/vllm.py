@@ -24,7 +24,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from grpo_lit.errors import UserError
+from grpo_lit.errors import SystemFault
 from grpo_lit.lora import lora_layers, read_adapter_config
 from grpo_lit.policy import Policy
 from grpo_lit.prompts import PromptEncoder
@@ -84,10 +84,12 @@ class VLLMEngine:
         self._folders: AdapterFolders | None = None
         self._probe: AdapterProbe | None = None
         self._seen: object = None
+        self._changed = False
         self._asleep = False
         self._number = 0
-        if policy is not None and any(True for _ in lora_layers(policy.model)):
-            self._folders = AdapterFolders(adapter_folder)
+        if policy is not None:
+            if any(True for _ in lora_layers(policy.model)):
+                self._folders = AdapterFolders(adapter_folder)
             self._probe = AdapterProbe(
                 policy, backend, tolerance=tolerance, stop_ids=self.eos_token_ids, pad_token_id=self.pad_token_id
             )
@@ -138,7 +140,7 @@ class VLLMEngine:
 
     def weights_changed(self) -> None:
         """The next rollout hands the adapter over."""
-        self._seen = None
+        self._changed = True
 
     def close(self) -> None:
         """End a colocated engine and remove the adapter's folders; a server loses our adapter and goes on."""
@@ -193,18 +195,20 @@ class VLLMEngine:
             return
         # What weights_changed was not told of (a checkpoint that was loaded) shows in the tensors' own counters.
         now = self._versions()
-        if now != self._seen:
+        if self._changed or now != self._seen:
             self._hand_over()
         elif not self._asleep and sampling.temperature in self._probe.temperatures:
             return
-        assert self.adapter is not None
         self.last_probe = self._probe.check(prompts, self.adapter, sampling)
-        self._seen, self._asleep = now, False
+        self._seen, self._changed, self._asleep = now, False, False
         self.handover_seconds = time.perf_counter() - start
 
     def _hand_over(self) -> None:
-        assert self._folders is not None
         assert self.policy is not None
+        if self._folders is None:
+            if self._seen is not None:
+                raise SystemFault("vLLM can't follow: the policy's own weights changed, and it is handed adapters only")
+            return  # the base is all there is, and the probe sees whether it is the right one
         before = self.adapter
         adapter = self._folders.write(self.policy.model, base_model=self.policy.source.spec)
         if before is not None:  # first, so that vLLM needs room for one adapter only
@@ -216,8 +220,7 @@ class VLLMEngine:
 
     def _versions(self) -> object:
         assert self.policy is not None
-        tensors = [part for _, layer in lora_layers(self.policy.model) for part in (layer.lora_A, layer.lora_B)]
-        return [(tensor.data_ptr(), tensor._version) for tensor in tensors]
+        return [(tensor.data_ptr(), tensor._version) for _, tensor in self.policy.trainable_parameters()]
 
     # ---- rows -----------------------------------------------------------------------------------------------------
 
@@ -262,18 +265,15 @@ def _close(backend: VLLMBackend, folders: AdapterFolders | None) -> None:
 
 
 def build_vllm_engine(config: RolloutConfig, policy: Policy, encoder: PromptEncoder) -> VLLMEngine:
-    """The engine of a training: over the policy's own base, following its adapters.
+    """The engine of a training or an evaluation: over the policy's own base, following its adapters if it has any.
 
     Raises:
-        UserError: vLLM is not installed, can't run the model, or the policy trains all weights.
+        UserError: vLLM is not installed or can't run the model.
         SystemFault: vLLM does not start, or no server answers.
     """
     settings = config.vllm
     settings.check_installed()
     ranks = [layer.rank for _, layer in lora_layers(policy.model)]
-    if not ranks and policy.trainable_parameters():
-        accepted = "an engine other than vllm without model.lora: vLLM is handed adapters, not whole weights"
-        raise UserError("model.rollout.engine", "vllm", accepted)
     policy_dtype = policy.model.dtype
     backend: VLLMBackend
     if settings.mode == "server":

@@ -25,22 +25,27 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import save_torch_state_dict
+from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
+from transformers.utils import cached_file
 
 from grpo_lit.errors import SystemFault, UserError
 from grpo_lit.kernels.nf4 import Nf4Weight
+from grpo_lit.model_source import ModelSource
 from grpo_lit.policy import Policy, PolicyConfig, load_policy
 from grpo_lit.prompts import load_tokenizer
 
 _LAYOUT = "1"
 """Part of the name; raised when what is written changes."""
+COMPARED = 16
+"""Tensors that are compared to find out whether a folder holds a policy's weights."""
 
 
 def base_location(
     policy: Policy, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype, cache: str | Path | None = None
 ) -> str:
-    """Folder or hub id from which vLLM loads exactly the policy's base.
+    """Folder from which vLLM loads exactly the policy's base: where it came from, or one that is written.
 
     Args:
         policy: with or without adapters, on any device.
@@ -48,8 +53,10 @@ def base_location(
         dtype: number format of the weights; 4-bit ones are dequantized to it.
         cache: where folders are kept; None takes ~/.cache/grpo-lit (or XDG_CACHE_HOME).
     """
-    if policy.source.gguf_file is None and not is_quantized(policy.model) and _has_weights(policy):
-        return policy.source.location
+    if policy.source.gguf_file is None and not is_quantized(policy.model):
+        folder = local_folder(policy.source)
+        if folder is not None and _holds_weights_of(policy, folder):
+            return str(folder)
     return str(write_base(policy, tokenizer, dtype, cache))
 
 
@@ -58,11 +65,36 @@ def is_quantized(model: nn.Module) -> bool:
     return any(hasattr(parameter, "quant_state") for parameter in model.parameters())
 
 
-def _has_weights(policy: Policy) -> bool:
-    """Whether the location holds weights; with `random_weights` a configuration is enough."""
-    folder = Path(policy.source.location)
-    files = ("*.safetensors", "pytorch_model*.bin")
-    return not policy.source.is_local or any(True for pattern in files for _ in folder.glob(pattern))
+def local_folder(source: ModelSource) -> Path | None:
+    """The folder on this machine that a model was loaded from; of a hub id, its snapshot in the cache."""
+    if source.is_local:
+        return Path(source.location)
+    config = cached_file(
+        source.location, "config.json", local_files_only=True, _raise_exceptions_for_missing_entries=False
+    )
+    return None if config is None else Path(config).parent
+
+
+def _holds_weights_of(policy: Policy, folder: Path) -> bool:
+    """Whether a folder holds the policy's base: not where all weights were trained, or drawn at random.
+
+    Looks at some tensors; the probe compares the rest through their log-probs.
+    """
+    where: dict[str, Path] = {}
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as tensors:
+            where |= dict.fromkeys(tensors.keys(), file)
+    named = dict(base_tensors(policy.model))
+    if not named or not named.keys() <= where.keys():
+        return False
+    for name in list(named)[:: max(len(named) // COMPARED, 1)]:
+        with safe_open(where[name], framework="pt") as tensors:
+            stored = tensors.get_tensor(name)
+        if stored.shape != named[name].shape or not torch.equal(
+            stored.to(named[name].dtype), named[name].detach().cpu()
+        ):
+            return False
+    return True
 
 
 def write_base(

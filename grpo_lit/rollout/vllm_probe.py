@@ -70,7 +70,7 @@ class AdapterProbe:
         self._fresh: tuple[Tensor, Tensor] | None = None
         self.temperatures: set[float] = set()
 
-    def check(self, prompts: Sequence[Sequence[int]], adapter: Adapter, sampling: SamplingConfig) -> ProbeReport:
+    def check(self, prompts: Sequence[Sequence[int]], adapter: Adapter | None, sampling: SamplingConfig) -> ProbeReport:
         """Compare once; the first call takes its rows from these prompts.
 
         Raises:
@@ -79,10 +79,11 @@ class AdapterProbe:
         if sampling.temperature not in self.temperatures:
             self._check_temperature(prompts, adapter, sampling)
         ours, theirs = self._policy_logprobs(self.completions, 1.0), self._vllm_logprobs(adapter)
+        number = 0 if adapter is None else adapter.number
         followed = self._followed(ours, theirs)
         if followed is not None and followed < 0.5:
             raise SystemFault(
-                f"vLLM samples with stale weights: after hand-over {adapter.number} its log-probs made {followed:.0%} "
+                f"vLLM samples with stale weights: after hand-over {number} its log-probs made {followed:.0%} "
                 "of the policy's movement; the adapter was not taken over"
             )
         difference = (ours - theirs).abs()
@@ -90,7 +91,7 @@ class AdapterProbe:
         if not mean <= self.tolerance:
             raise SystemFault(
                 f"vLLM's weights are not the policy's: log-probs of {len(ours)} tokens differ by {mean:.2g} nats on "
-                f"average after hand-over {adapter.number}, at most {self.tolerance:.2g} is accepted "
+                f"average after hand-over {number}, at most {self.tolerance:.2g} is accepted "
                 "(model.rollout.vllm.probe_tolerance); is its base the same model in the same number format?"
             )
         return ProbeReport(mean, maximum, followed)
@@ -108,7 +109,9 @@ class AdapterProbe:
             self._fresh = (ours, theirs)
         return followed
 
-    def _check_temperature(self, prompts: Sequence[Sequence[int]], adapter: Adapter, sampling: SamplingConfig) -> None:
+    def _check_temperature(
+        self, prompts: Sequence[Sequence[int]], adapter: Adapter | None, sampling: SamplingConfig
+    ) -> None:
         """Sample a few tokens and see that the log-probs which come with them are those of the tempered policy."""
         if not self.prompts:
             self.prompts = [list(prompt[-PROMPT_TOKENS:]) for prompt in prompts[:NUM_ROWS]]
@@ -128,7 +131,7 @@ class AdapterProbe:
         if not self.completions:
             self.completions = [row.ids for row in sampled]
 
-    def _sample(self, adapter: Adapter, sampling: SamplingConfig) -> list[Sampled]:
+    def _sample(self, adapter: Adapter | None, sampling: SamplingConfig) -> list[Sampled]:
         rows: dict[int, Sampled] = {}
         seeds = list(range(len(self.prompts)))
         self.backend.sample(self.prompts, seeds, sampling, self.stop_ids, adapter, None, rows.__setitem__)
@@ -147,7 +150,7 @@ class AdapterProbe:
             scores = self.policy.score(*(tensor.to(device) for tensor in tensors), temperature=temperature)
         return scores.logprobs.cpu()[mask].double()
 
-    def _vllm_logprobs(self, adapter: Adapter) -> Tensor:
+    def _vllm_logprobs(self, adapter: Adapter | None) -> Tensor:
         rows = [prompt + ids for prompt, ids in zip(self.prompts, self.completions, strict=True)]
         scores = self.backend.score(rows, adapter)
         tails = [score[-len(ids) :] for score, ids in zip(scores, self.completions, strict=True)]

@@ -69,7 +69,7 @@ class TwinBackend:
         on_row: OnRow,
         row_end: RowEnd | None = None,
     ) -> None:
-        assert adapter in self.loaded
+        assert self.loaded == ([] if adapter is None else [adapter])
         self.rows_in_flight = rows_in_flight
         engine = HFEngine(self.policy, self.tokenizer)
         order = sorted(range(len(prompts)), key=lambda row: seeds[row])  # rows come back in another order
@@ -85,7 +85,7 @@ class TwinBackend:
             on_row(row, sampled if end is None else sampled.cut(end))
 
     def score(self, rows: Sequence[Sequence[int]], adapter: Adapter | None) -> list[list[float]]:
-        assert adapter in self.loaded
+        assert self.loaded == ([] if adapter is None else [adapter])
         scores = []
         for row in rows:
             ids = torch.tensor([list(row)])
@@ -306,6 +306,28 @@ def test_a_folder_that_vllm_reads_is_taken_as_it_is(tiny_llama: Path, tmp_path: 
     policy = load_policy(PolicyConfig(str(tiny_llama), dtype="fp32"), LORA)
     assert base_location(policy, load_tokenizer(policy.source), torch.float32, tmp_path) == str(tiny_llama)
     assert not list(tmp_path.iterdir())
+
+
+def test_weights_that_differ_from_the_folder_are_written(tiny_llama: Path, tmp_path: Path) -> None:
+    drawn = load_policy(PolicyConfig(str(tiny_llama), dtype="fp32", random_weights=True), seed=9)
+    folder = base_location(drawn, load_tokenizer(drawn.source), torch.float32, tmp_path)
+    assert Path(folder).parent == tmp_path
+    ids = torch.tensor([[1, 5, 9]])
+    with torch.no_grad():
+        assert torch.equal(AutoModelForCausalLM.from_pretrained(folder)(ids).logits, drawn.model(ids).logits)
+
+
+def test_base_alone_is_served_and_probed(tiny_llama: Path, tmp_path: Path) -> None:
+    policy = load_policy(PolicyConfig(str(tiny_llama), dtype="fp32"))
+    twin = TwinBackend(tiny_llama, LORA)
+    engine = VLLMEngine(twin, twin.tokenizer, policy=policy, tolerance=1e-3)
+    assert engine.generate(PROMPTS, COUNTS, KEYS, SAMPLING).num_rows == sum(COUNTS)
+    assert engine.last_probe is not None
+    assert engine.last_probe.mean < 1e-4
+    with torch.no_grad():
+        policy.trainable_parameters()[0][1].mul_(1.1)
+    with pytest.raises(SystemFault, match="adapters only"):
+        engine.generate(PROMPTS, COUNTS, KEYS, SAMPLING)
 
 
 # ---- folders in RAM -------------------------------------------------------------------------------------------------
