@@ -126,7 +126,9 @@ class Run:
         for mine, theirs in zip(map(without_timings, self.metrics), map(without_timings, other.metrics), strict=True):
             assert mine.keys() == theirs.keys()
             for name, value in theirs.items():
-                assert mine[name] == pytest.approx(value, rel=2e-5, abs=2e-6), name
+                # the mismatch of engine and scoring is itself rounding, at these batch shapes
+                absolute = 1e-4 if "mismatch" in name else 2e-6
+                assert mine[name] == pytest.approx(value, rel=2e-5, abs=absolute), name
 
 
 LOSSES = {

@@ -49,7 +49,8 @@ class Backoff:
         self.clean = 0
         below = int(_SAFE * self.failed_at)
         if self.bound >= below:
-            self.failed_at = below = int(self.failed_at * self.growth) + 1
+            self.failed_at = int(self.failed_at * self.growth) + 1
+            below = int(_SAFE * self.failed_at)
         self.bound = min(int(self.bound * self.growth) + 1, max(below, self.bound))
         if self.bound >= ceiling:
             self.bound = self.failed_at = None
