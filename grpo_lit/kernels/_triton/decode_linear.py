@@ -298,17 +298,31 @@ def _low_rank_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _stored_scale(scales, group_scales, number, NESTED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """What the scales of blocks ``number`` are computed from: (index, group scale), or twice the scale itself."""
+    if NESTED:
+        first = tl.load(scales + number).to(tl.int32)
+        second = tl.load(group_scales + number // 256)
+    else:
+        first = tl.load(scales + number)
+        second = first
+    return first, second
+
+
+@triton.jit
+def _block_scale(stored, scale_code, shift, NESTED: tl.constexpr):  # type: ignore[no-untyped-def]
+    first, second = stored
+    if NESTED:
+        second = tl.load(scale_code + first) * second + shift
+    return second
+
+
+@triton.jit
 def _nf4_step(  # type: ignore[no-untyped-def]
-    even, odd, packed, scales, scale_code, group_scales, shift, code, number, lane,
-    BF16: tl.constexpr, NESTED: tl.constexpr, PERMUTE: tl.constexpr,
-):  # fmt: skip
+    even, odd, packed, code, number, lane, scale, BF16: tl.constexpr, PERMUTE: tl.constexpr
+):
     """(COLUMNS, ROWS) product with one block of 64 of each column; ``number`` (COLUMNS,) of the blocks."""
     q = tl.load(packed + (number.to(tl.int64) * 32)[:, None] + lane[None, :])
-    if NESTED:
-        index = tl.load(scales + number).to(tl.int32)
-        scale = tl.load(scale_code + index) * tl.load(group_scales + number // 256) + shift
-    else:
-        scale = tl.load(scales + number)
     early, late = unpacked(q, code, BF16, PERMUTE)
     return tl.dot(late, odd, tl.dot(early, even)) * scale[:, None]
 
@@ -404,6 +418,16 @@ def _nf4_kernel(  # type: ignore[no-untyped-def]
             other_shift = tl.load(offset1)
     y = tl.zeros((COLUMNS, ROWS), tl.float32)
     other = y
+    # Scales are read two blocks ahead and computed one block ahead: each takes a look-up that depends on a read.
+    final = start_of + blocks - 1
+    scale = _block_scale(_stored_scale(scales, groups, start_of + start, NESTED), scale_code, shift, NESTED)
+    stored = _stored_scale(scales, groups, tl.minimum(start_of + start + 1, final), NESTED)
+    other_scale, other_stored = scale, stored
+    if GATED:
+        other_scale = _block_scale(
+            _stored_scale(scales1, groups1, start_of + start, NESTED), scale_code1, other_shift, NESTED
+        )
+        other_stored = _stored_scale(scales1, groups1, tl.minimum(start_of + start + 1, final), NESTED)
     for step in range(start, end, UNROLL):
         for i in tl.static_range(UNROLL):
             block = tl.minimum(step + i, blocks - 1)
@@ -418,14 +442,16 @@ def _nf4_kernel(  # type: ignore[no-untyped-def]
             if not PERMUTE:  # the interpreter has no 16-bit products
                 even, odd = even.to(tl.float32), odd.to(tl.float32)
             number = start_of + block
-            y += _nf4_step(
-                even, odd, packed, scales, scale_code, groups, shift, code, number, lane, BF16, NESTED, PERMUTE
-            )
+            later = tl.minimum(number + 2, final)
+            next_scale = _block_scale(stored, scale_code, shift, NESTED)
+            stored = _stored_scale(scales, groups, later, NESTED)
+            y += _nf4_step(even, odd, packed, code, number, lane, scale, BF16, PERMUTE)
+            scale = next_scale
             if GATED:
-                other += _nf4_step(
-                    even, odd, packed1, scales1, scale_code1, groups1, other_shift, code, number, lane,
-                    BF16, NESTED, PERMUTE,
-                )  # fmt: skip
+                next_scale = _block_scale(other_stored, scale_code1, other_shift, NESTED)
+                other_stored = _stored_scale(scales1, groups1, later, NESTED)
+                other += _nf4_step(even, odd, packed1, code, number, lane, other_scale, BF16, PERMUTE)
+                other_scale = next_scale
     tiles = tl.num_programs(0)
     last, y, other = _gathered(y, other, partial, counters, tile, split, splits, tiles, row, rows, SPLIT, GATED)
     if last:
