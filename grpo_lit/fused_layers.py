@@ -42,6 +42,7 @@ from grpo_lit.kernels.rotary import Heads, rotary, rotary_backward
 from grpo_lit.linear_group import Adapters, LinearGroup, product, product_backward, product_into_
 
 if TYPE_CHECKING:
+    from grpo_lit.fused_graphs import LayerGraphs
     from grpo_lit.memory.checkpointing import LayerCheckpointing
 
 _log = logging.getLogger("grpo_lit.layers")
@@ -117,13 +118,14 @@ class Attended(NamedTuple):
 Matrices = list[tuple[slice, Tensor]]
 
 
-def _attend(call: Call, x: Tensor, qkv_weight: Matrices, o_weight: Matrices) -> Attended:
+def _attend(call: Call, x: Tensor, qkv_weight: Matrices, o_weight: Matrices, into: Tensor | None = None) -> Attended:
+    """The first half of a layer; h goes ``into`` a buffer where given."""
     layer, heads = call.layer, call.layer.heads()
     normed = layer.norm("input_layernorm", x, call.impl)
     qkv, low_qkv = product(normed, layer.qkv, qkv_weight, call.adapters[0])
     turned = rotary(qkv, call.cos, call.sin, heads, impl=call.impl)
     out, kept = packed_attention(*_parts(turned, qkv, heads), call.where, layer.scale)
-    h = x.clone()
+    h = x.clone() if into is None else into.copy_(x)
     low_o = product_into_(h, out.flatten(1), layer.o, o_weight, call.adapters[1])
     return Attended(normed, qkv, turned, out, kept, low_qkv, low_o, h)
 
@@ -235,24 +237,47 @@ class _Layer(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         call, x = ctx.call, ctx.saved_tensors[0]
-        layer, dtype = call.layer, x.dtype
-        call.grads = [[], [], [], []]
-        dy = dy.contiguous()
-        gate_up = None
+        kept = None if call.recompute else ctx.saved_tensors[1:]
         with torch.autocast(x.device.type, enabled=False):
-            weights = (layer.qkv.matrices(dtype), layer.o.matrices(dtype))
-            if call.recompute:
-                seen = _attend(call, x, *weights)
-            else:
-                normed, qkv, turned, out, low_qkv, low_o, h, gate_up = ctx.saved_tensors[1:9]
-                gate_up = gate_up.clone()  # the gradient is written over it, and a graph may be kept
-                seen = Attended(normed, qkv, turned, out, list(ctx.saved_tensors[9:]), low_qkv, low_o, h)
-            dh = _feed_forward_backward(call, seen.h, dy, gate_up)
-            del gate_up
-            dx = _attend_backward(call, x, seen, dh, weights, ctx.needs_input_grad[0])
-        grads = [grad for group in call.grads for grad in group]
-        call.grads = [[], [], [], []]
+            dx, grads = layer_backward(call, x, dy.contiguous(), kept, ctx.needs_input_grad[0])
         return dx, None, *grads
+
+
+def layer_forward(call: Call, x: Tensor, into: Tensor | None = None) -> Tensor:
+    """y (tokens, H) of one layer, nothing kept; ``into`` a buffer where given."""
+    dtype = x.dtype
+    seen = _attend(call, x, call.layer.qkv.matrices(dtype), call.layer.o.matrices(dtype), into)
+    return _feed_forward_(call, seen.h, None)
+
+
+def layer_backward(
+    call: Call, x: Tensor, dy: Tensor, kept: tuple[Any, ...] | None, want_dx: bool
+) -> tuple[Tensor | None, list[Tensor]]:
+    """(dx, gradients of A and B of each adapter) of one layer.
+
+    Args:
+        call: the layer in this pass.
+        x: its input (tokens, H).
+        dy: gradient of its output, contiguous; not written to.
+        kept: what the forward kept beside x; None recomputes it.
+        want_dx: False where nobody asks for dx.
+    """
+    layer, dtype = call.layer, x.dtype
+    call.grads = [[], [], [], []]
+    weights = (layer.qkv.matrices(dtype), layer.o.matrices(dtype))
+    gate_up = None
+    if kept is None:
+        seen = _attend(call, x, *weights)
+    else:
+        normed, qkv, turned, out, low_qkv, low_o, h, gate_up = kept[:8]
+        gate_up = gate_up.clone()  # the gradient is written over it, and a graph may be kept
+        seen = Attended(normed, qkv, turned, out, list(kept[8:]), low_qkv, low_o, h)
+    dh = _feed_forward_backward(call, seen.h, dy, gate_up)
+    del gate_up
+    dx = _attend_backward(call, x, seen, dh, weights, want_dx)
+    grads = [grad for group in call.grads for grad in group]
+    call.grads = [[], [], [], []]
+    return dx, grads
 
 
 class FusedDecoder:
@@ -271,6 +296,7 @@ class FusedDecoder:
         self.checkpointing, self.chunk_tokens = checkpointing, chunk_tokens
         self.decoder: Any = getattr(model, model.base_model_prefix)
         self.layers = [FusedLayer(layer) for layer in self.decoder.layers]
+        self.graphs: LayerGraphs | None = None
 
     def __call__(
         self,
@@ -302,11 +328,17 @@ class FusedDecoder:
         return self.decoder.norm(x.index_select(0, before))  # type: ignore[no-any-return]
 
     def _layers(self, x: Tensor, positions: Tensor, where: Sequences) -> Tensor:
-        impl = resolve_impl("decoder_layer", None, x.device)
+        impl, tokens = resolve_impl("decoder_layer", None, x.device), len(x)
+        if self.graphs is not None:
+            x, positions, where = self.graphs.padded(x, positions, where)
         if x.dtype == torch.float64:
             impl = "torch"
         cos, sin = (t[0].contiguous() for t in self.decoder.rotary_emb(x, positions[None]))
-        adapters, parameters = self._adapters(x.dtype)
+        if self.graphs is not None and impl == "triton":
+            out = self.graphs.run(x, cos, sin, where)
+            if out is not None:
+                return out[:tokens]
+        adapters, parameters = self.adapters(x.dtype)
         trains = torch.is_grad_enabled() and any(p.requires_grad for layer in parameters for p in layer)
         recomputed = 0 if self.checkpointing is None else self.checkpointing.count
         offload = None if self.checkpointing is None or not trains else self.checkpointing.offload
@@ -319,11 +351,10 @@ class FusedDecoder:
                     x = _Layer.apply(x, call, *own)
             else:
                 with torch.no_grad():
-                    seen = _attend(call, x, layer.qkv.matrices(x.dtype), layer.o.matrices(x.dtype))
-                    x = _feed_forward_(call, seen.h, None)
-        return x
+                    x = layer_forward(call, x)
+        return x[:tokens]
 
-    def _adapters(self, dtype: torch.dtype) -> tuple[list[list[Adapters | None]], list[list[Tensor]]]:
+    def adapters(self, dtype: torch.dtype) -> tuple[list[list[Adapters | None]], list[list[Tensor]]]:
         """Copies in ``dtype`` of every adapter that is switched on, and the parameters themselves, by layer."""
         copies: list[list[Adapters | None]] = []
         parameters: list[list[Tensor]] = []
@@ -394,6 +425,7 @@ def choose_fused(
     checkpointing: LayerCheckpointing | None,
     wanted: bool | None,
     chunk_tokens: int | None = None,
+    graphs: bool | None = None,
 ) -> FusedDecoder | None:
     """The fused decoder where it is wanted and possible.
 
@@ -402,6 +434,7 @@ def choose_fused(
         checkpointing: which layers keep their input alone for the backward.
         wanted: None for on CUDA where the model allows it.
         chunk_tokens: tokens of a chunk of the feed-forward part; None for the default.
+        graphs: record the layers as CUDA graphs (`grpo_lit.fused_graphs`); None does where 8 GiB are free.
 
     Raises:
         UserError: it is wanted, and this model can't be run so.
@@ -415,4 +448,9 @@ def choose_fused(
         _log.info("layers run through transformers: fused_layers needs %s", reason)
         return None
     _log.info("layers run through grpo_lit.fused_layers")
-    return FusedDecoder(model, checkpointing, chunk_tokens or CHUNK_TOKENS)
+    decoder = FusedDecoder(model, checkpointing, chunk_tokens or CHUNK_TOKENS)
+    if graphs is True and model.device.type == "cuda":
+        from grpo_lit.fused_graphs import LayerGraphs
+
+        decoder.graphs = LayerGraphs(decoder, *(() if graphs is None else (0,)))
+    return decoder

@@ -1,0 +1,271 @@
+"""All fused layers as two CUDA graphs, forward and backward: on a fast GPU launching takes longer than computing.
+
+A micro-batch of 28 layers is some 3,300 kernels. Recorded once (``torch.cuda.graph``) they are launched by one call
+each for the forward and the backward, at addresses that never change: inputs are copied into buffers of their own, and
+the input of every layer, which the backward recomputes from, stays in a buffer of its own.
+
+Shapes are part of a recording, so tokens are padded to the next of eight sizes an octave, as a sequence of their own
+that nobody reads, and the number of sequences to a multiple of four, with empty ones; also before a shape is recorded,
+so that recorded or not a pass gives the same bits. A shape is recorded when it comes the second time. All recordings
+share one pool of memory; it is given back by `release`.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from grpo_lit.kernels.packed_attention import Sequences
+
+if TYPE_CHECKING:
+    from grpo_lit.fused_layers import Call, FusedDecoder
+
+_log = logging.getLogger("grpo_lit.layers")
+
+
+class Recording(NamedTuple):
+    """The two graphs of one shape.
+
+    Attributes:
+        forward: reads the first of ``inputs``, writes the others.
+        backward: reads ``inputs`` and ``dy``, writes the gradients.
+        inputs: input of each layer (tokens, H), and the output of the last.
+        cos: (tokens, D).
+        sin: (tokens, D).
+        starts: (sequences + 1,) int32.
+        dy: (tokens, H), gradient of the output.
+    """
+
+    forward: torch.cuda.CUDAGraph
+    backward: torch.cuda.CUDAGraph
+    inputs: list[Tensor]
+    cos: Tensor
+    sin: Tensor
+    starts: Tensor
+    dy: Tensor
+
+
+def padded_tokens(tokens: int) -> int:
+    """The next of eight sizes an octave, in steps of at least 64.
+
+    >>> padded_tokens(3584), padded_tokens(3585), padded_tokens(70)
+    (3584, 3840, 128)
+    """
+    step = max(64, 1 << max(0, (tokens - 1).bit_length() - 4))
+    return -(-tokens // step) * step
+
+
+class LayerGraphs:
+    """Recordings of a decoder's layers, by shape.
+
+    Args:
+        decoder: whose layers; all of them checkpointed, nothing offloaded.
+        min_free: bytes that have to be free on the device for a recording; below it, layers run as they are.
+    """
+
+    def __init__(self, decoder: FusedDecoder, min_free: int = 8 << 30) -> None:
+        self._decoder, self._min_free = decoder, min_free
+        self._recordings: dict[tuple[int, int], Recording] = {}
+        self._seen: set[tuple[int, int]] = set()
+        self._addresses: list[int] = []
+        self._buffers: Tensor | None = None
+        self._pool: Any = None
+        self._grads: list[Tensor] = []
+        self._flat = torch.empty(0)
+        self.serial = 0
+        """Counts forward replays: a backward must know whether the layer inputs are still its own."""
+
+    def release(self) -> None:
+        """Give back all recordings and their memory."""
+        self._recordings.clear()
+        self._seen.clear()
+        self._buffers, self._pool, self._grads, self._flat = None, None, [], torch.empty(0)
+        self.serial += 1
+        if torch.cuda.is_initialized():
+            torch._C._cuda_clearCublasWorkspaces()  # of recordings, in their pool
+
+    @staticmethod
+    def padded(x: Tensor, positions: Tensor, where: Sequences) -> tuple[Tensor, Tensor, Sequences]:
+        """The same call in a size that recordings have.
+
+        Args:
+            x: (tokens, H) embeddings.
+            positions: (tokens,) long.
+            where: the sequences.
+        """
+        rest = padded_tokens(len(x)) - len(x)
+        lengths = [*where.lengths, rest]
+        lengths += [0] * (-len(lengths) % 4)
+        pad = torch.nn.functional.pad
+        return pad(x, (0, 0, 0, rest)), pad(positions, (0, rest)), Sequences.of(lengths, x.device)
+
+    def run(self, x: Tensor, cos: Tensor, sin: Tensor, where: Sequences) -> Tensor | None:
+        """Output of the last layer, or None where no recording fits this call.
+
+        Args:
+            x: (tokens, H) embeddings, padded.
+            cos: (tokens, D).
+            sin: (tokens, D).
+            where: the sequences.
+        """
+        checkpointing = self._decoder.checkpointing
+        trains = torch.is_grad_enabled()
+        if trains and (checkpointing is None or checkpointing.count != len(self._decoder.layers)):
+            return None
+        if checkpointing is not None and checkpointing.offload is not None:
+            return None
+        parameters = self._parameters()
+        if parameters is None or not x.is_cuda or torch.cuda.is_current_stream_capturing():
+            return None
+        recording = self._find((len(x), len(where.lengths)), x, cos, parameters)
+        if recording is None:
+            return None
+        if trains:
+            return _Graphed.apply(x, self, recording, cos, sin, where, *parameters)  # type: ignore[no-any-return]
+        return self.replay(recording, x, cos, sin, where)
+
+    def replay(self, recording: Recording, x: Tensor, cos: Tensor, sin: Tensor, where: Sequences) -> Tensor:
+        """Output of the last layer, a copy of its own."""
+        self.serial += 1
+        buffers = (recording.inputs[0], recording.cos, recording.sin, recording.starts)
+        for buffer, value in zip(buffers, (x, cos, sin, where.starts), strict=True):
+            buffer.copy_(value)
+        recording.forward.replay()
+        return recording.inputs[-1].clone()
+
+    def gradients(self, recording: Recording, dy: Tensor) -> list[Tensor]:
+        """Gradients of the adapters, copies of their own."""
+        recording.dy.copy_(dy)
+        recording.backward.replay()
+        copy, found, start = self._flat.clone(), [], 0
+        for grad in self._grads:
+            found.append(copy[start : start + grad.numel()].view_as(grad))
+            start += grad.numel()
+        return found
+
+    def _parameters(self) -> list[Tensor] | None:
+        """A and B of every adapter in the order of their gradients; None if one is switched off or in another dtype."""
+        found: list[Tensor] = []
+        addresses: list[int] = []
+        for layer in self._decoder.layers:
+            for group in layer.groups:
+                addresses += [base.weight.data_ptr() for base in group.bases]
+                for lora in group.loras:
+                    if lora is not None:
+                        if not lora.enabled or lora.lora_A.dtype != torch.float32:
+                            return None
+                        found += [lora.lora_A, lora.lora_B]
+        addresses += [parameter.data_ptr() for parameter in found]
+        if addresses != self._addresses:  # recordings hold addresses
+            self.release()
+            self._addresses = addresses
+        return found or None
+
+    def _find(self, key: tuple[int, int], x: Tensor, cos: Tensor, parameters: list[Tensor]) -> Recording | None:
+        if key in self._recordings:
+            return self._recordings[key]
+        if key not in self._seen:
+            self._seen.add(key)
+            return None
+        free, _ = torch.cuda.mem_get_info(x.device)
+        free += torch.cuda.memory_reserved(x.device) - torch.cuda.memory_allocated(x.device)
+        limit = torch.cuda.get_device_properties(x.device).total_memory
+        limit = int(limit * torch.cuda.get_per_process_memory_fraction(x.device))
+        if min(free, limit - torch.cuda.memory_allocated(x.device)) < self._min_free:
+            return None
+        with torch.no_grad():
+            self._recordings[key] = self._record(key, x, cos, parameters)
+        _log.info("layers recorded as CUDA graphs for %d tokens in %d sequences", *key)
+        return self._recordings[key]
+
+    def _record(self, key: tuple[int, int], x: Tensor, cos: Tensor, parameters: list[Tensor]) -> Recording:
+        tokens, sequences = key
+        depth = len(self._decoder.layers) + 2
+        if self._buffers is None or self._buffers.shape[1] < tokens:
+            self._recordings.clear()  # they hold addresses in the smaller buffer
+            self._buffers = None
+            gc.collect()
+            self._buffers = x.new_zeros(depth, tokens, x.shape[1])
+        if not self._grads:
+            self._flat = torch.zeros(sum(p.numel() for p in parameters), device=x.device)
+            sizes = [p.numel() for p in parameters]
+            self._grads = [part.view_as(p) for part, p in zip(self._flat.split(sizes), parameters, strict=True)]
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        rows = list(self._buffers[:, :tokens].unbind(0))
+        starts = torch.full((sequences + 1,), tokens, dtype=torch.int32, device=x.device)
+        starts[0] = 0
+        turns = [cos.new_zeros(tokens, cos.shape[1]) for _ in range(2)]
+        forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        made = Recording(forward, backward, rows[:-1], turns[0], turns[1], starts, rows[-1])
+        # Once as they are: kernels are compiled and loaded before the recording, which allows neither.
+        self._forward(made)
+        self._backward(made)
+        torch.cuda.synchronize(x.device)
+        with torch.cuda.graph(forward, pool=self._pool, capture_error_mode="thread_local"):
+            self._forward(made)
+        with torch.cuda.graph(backward, pool=self._pool, capture_error_mode="thread_local"):
+            self._backward(made)
+        return made
+
+    def _calls(self, recording: Recording) -> list[Call]:
+        from grpo_lit.fused_layers import Call
+
+        tokens = len(recording.dy)
+        adapters, _ = self._decoder.adapters(recording.dy.dtype)
+        where = Sequences(recording.starts, [tokens])  # the longest a sequence can be
+        turns, chunk = (recording.cos, recording.sin), self._decoder.chunk_tokens
+        return [
+            Call(layer, copies, *turns, where, True, "triton", chunk)
+            for layer, copies in zip(self._decoder.layers, adapters, strict=True)
+        ]
+
+    def _forward(self, recording: Recording) -> None:
+        from grpo_lit.fused_layers import layer_forward
+
+        for index, call in enumerate(self._calls(recording)):
+            layer_forward(call, recording.inputs[index], recording.inputs[index + 1])
+
+    def _backward(self, recording: Recording) -> None:
+        from grpo_lit.fused_layers import layer_backward
+
+        dy: Tensor | None = recording.dy
+        end = len(self._grads)
+        for index, call in reversed(list(enumerate(self._calls(recording)))):
+            assert dy is not None
+            dy, grads = layer_backward(call, recording.inputs[index], dy, None, index > 0)
+            torch._foreach_copy_(self._grads[end - len(grads) : end], grads)
+            end -= len(grads)
+
+
+class _Graphed(torch.autograd.Function):
+    """All layers; inputs after the sequences are the adapters' parameters."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        x: Tensor,
+        graphs: LayerGraphs,
+        recording: Recording,
+        cos: Tensor,
+        sin: Tensor,
+        where: Sequences,
+        *parameters: Tensor,
+    ) -> Tensor:
+        del parameters
+        y = graphs.replay(recording, x, cos, sin, where)
+        ctx.save_for_backward(x, cos, sin)
+        ctx.graphs, ctx.recording, ctx.where, ctx.serial = graphs, recording, where, graphs.serial
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        graphs = ctx.graphs
+        if ctx.serial != graphs.serial:  # another forward has been over the layer inputs
+            graphs.replay(ctx.recording, *ctx.saved_tensors, ctx.where)
+        return None, None, None, None, None, None, *graphs.gradients(ctx.recording, dy)
