@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
-from torch import Tensor
 from typing_extensions import override
 
 from grpo_lit.errors import UserError
-from grpo_lit.memory.measure import Meter, Reading, tensor_ledger
+from grpo_lit.memory.measure import Meter, Reading, moving_ledger, tensor_ledger
 from grpo_lit.memory.plan import MIB, Ledger, PhasePlan, plan_step
 from grpo_lit.memory.settings import formats_of, step_sizes_of
 from grpo_lit.memory.sizes import ModelSizes
@@ -90,7 +89,8 @@ class VRAMProfiler(PhaseListener, Callback):
         self.warnings: list[str] = []
         self._meter: Meter | None = None
         self._running: dict[str, PhaseMemory] = {}
-        self._before: Ledger = {}
+        self._still: Ledger = {}
+        self._trained: list[torch.nn.Parameter] = []
         self._sizes: ModelSizes | None = None
         self._trace: torch.profiler.profile | None = None
         self._boundary = 0
@@ -108,7 +108,7 @@ class VRAMProfiler(PhaseListener, Callback):
         """Keep what loading took."""
         module: GRPOModule = pl_module  # type: ignore[assignment]
         reading = self.meter.read()
-        self.load = PhaseMemory("load", reading, kinds=self._ledger(module, reading))
+        self.load = PhaseMemory("load", reading, kinds=self._ledger(module, "load", reading))
         self._sizes = ModelSizes.of(module.live_policy.model.config)
         if self.meter.on_cuda:
             self.load.predicted = self._plan(module)["load"].total
@@ -132,7 +132,7 @@ class VRAMProfiler(PhaseListener, Callback):
         """Read the peak and who stood in it."""
         module: GRPOModule = pl_module  # type: ignore[assignment]
         reading = self.meter.read()
-        found = PhaseMemory(phase, reading, seconds, self._ledger(module, reading))
+        found = PhaseMemory(phase, reading, seconds, self._ledger(module, phase, reading))
         before = self._running.get(phase)
         if before is None or reading.peak_allocated > before.reading.peak_allocated:
             found.seconds += 0.0 if before is None else before.seconds
@@ -194,13 +194,17 @@ class VRAMProfiler(PhaseListener, Callback):
         assert self._meter is not None, "setup has not run"
         return self._meter
 
-    def _ledger(self, module: GRPOModule, reading: Reading) -> Ledger:
+    def _ledger(self, module: GRPOModule, phase: str, reading: Reading) -> Ledger:
         if module.policy is None:
             return {}
         optimizers = module.trainer.optimizers
-        ledger = tensor_ledger(
-            module.policy.model, optimizers[0] if optimizers else None, cache_tensors(getattr(module, "engine", None))
-        )
+        optimizer = optimizers[0] if optimizers else None
+        if not self._still:
+            self._still = tensor_ledger(module.policy.model)
+            self._trained = [parameter for _, parameter in module.policy.trainable_parameters()]
+        ledger = self._still | moving_ledger(self._trained, optimizer)
+        if phase in ("rollout", "validate"):  # freed again by now, but there at the peak
+            ledger["KV cache"] = getattr(module.engine, "cache_bytes", 0)
         # On the host the rest is mostly the process itself: interpreter, libraries, workers' share.
         rest = "activations" if self.meter.on_cuda else "process"
         ledger[rest] = max(0, reading.peak_allocated - sum(ledger.values()))
@@ -255,10 +259,3 @@ class VRAMProfiler(PhaseListener, Callback):
             root.mkdir(parents=True, exist_ok=True)
             self._trace.export_chrome_trace(str(root / f"trace_{step}.json"))
             self._trace = None
-
-
-def cache_tensors(engine: object) -> list[Tensor]:
-    """The tensors of keys and values that a rollout engine holds between calls."""
-    held = getattr(engine, "_held", None)
-    storage = getattr(getattr(held[1], "cache", None), "storage", None) if held else None
-    return [storage] if isinstance(storage, Tensor) else []

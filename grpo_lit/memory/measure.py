@@ -92,18 +92,15 @@ def host_memory() -> tuple[int, int]:
     return peak, peak
 
 
-def tensor_ledger(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None = None, cache: Iterable[Tensor] = ()
-) -> Ledger:
+def tensor_ledger(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Ledger:
     """Bytes of the tensors that stay, by kind.
 
     Args:
         model: a transformers causal language model, adapters included.
         optimizer: its moments; None where there is none yet.
-        cache: keys and values, if a rollout engine holds any.
 
     Returns:
-        Bytes of each of `grpo_lit.memory.plan.KINDS`; activations, logits and workspaces are not tensors that stay.
+        Bytes of each of `grpo_lit.memory.plan.KINDS`; the KV cache and what follows it are no tensors of the model's.
     """
     ledger = dict.fromkeys(KINDS, 0)
     seen: set[tuple[torch.device, int]] = set()
@@ -125,12 +122,20 @@ def tensor_ledger(
     for module in model.modules():
         for tensor in _stored(module, recurse=False):
             add("adapters" if tensor.requires_grad else "base weights", [tensor])
-    add("gradients", (p.grad for p in model.parameters()))
-    if optimizer is not None:
-        device = next(model.parameters()).device
-        states = (v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor))
-        add("optimizer", (v for v in states if v.device == device))
-    add("KV cache", cache)
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return ledger | moving_ledger(parameters, optimizer)
+
+
+def moving_ledger(parameters: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer | None) -> Ledger:
+    """Bytes of what comes and goes between phases: gradients, and moments on the parameters' device."""
+    ledger = {"gradients": 0, "optimizer": 0}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            ledger["gradients"] += parameter.grad.nbytes
+        if optimizer is not None:
+            state = optimizer.state.get(parameter, {}).values()
+            own = (v for v in state if isinstance(v, Tensor) and v.device == parameter.device)
+            ledger["optimizer"] += sum(value.nbytes for value in own)
     return ledger
 
 
