@@ -114,6 +114,11 @@ class Policy(nn.Module):
         """Device of the weights."""
         return self.model.device
 
+    def release(self) -> None:
+        """Give back what is held between passes: recordings of the layers, made again when they pay."""
+        if self.fused is not None and self.fused.graphs is not None:
+            self.fused.graphs.release()
+
     def trainable_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Name and parameter of everything that is trained, in a fixed order."""
         return [(name, parameter) for name, parameter in self.named_parameters() if parameter.requires_grad]
