@@ -16,6 +16,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "sent": ("order training prompts by the semantic entropy of sampled answers", "grpo_lit.cli.sent:main"),
     "compare": ("put two or more runs side by side", "grpo_lit.cli.compare:main"),
     "export": ("write trained weights as a PEFT folder or a merged model", "grpo_lit.cli.export:main"),
+    "filter": ("keep the rows of a dataset that are worth training on", "grpo_lit.cli.filter:main"),
+    "verify": ("explain a verdict, or judge a file of cases", "grpo_lit.cli.verify:main"),
     "generate": ("answer prompts with a model, an adapter or a checkpoint", "grpo_lit.cli.generate:main"),
     "tune": ("find fast settings for a configuration, judged by benchmarks", "grpo_lit.cli.tune:main"),
     "toy": ("the small policies whose truth is known exactly", "grpo_lit.toy.cli:main"),

@@ -19,6 +19,7 @@ import torch
 from grpo_lit.cli.parser import GRPOCLI
 from grpo_lit.cli.run_folder import resolve_ckpt_path
 from grpo_lit.cli.train import build, check_checkpoint
+from grpo_lit.datamodules.findings import data_findings
 from grpo_lit.errors import SystemFault, UserError
 from grpo_lit.memory.fit import HEADROOM, largest_micro_batch, longest_completion, peak, plan_table
 from grpo_lit.memory.plan import plan_step, weight_ledger
@@ -67,7 +68,9 @@ def check(arguments: Sequence[str]) -> Iterator[Finding]:
     root = Path(cli.trainer.default_root_dir)
     yield Finding(True, f"config resolved; run folder {root}")
     yield _guarded(lambda: _model(cli, budget))
-    yield _guarded(lambda: _data(cli))
+    judged = any(name.startswith("math_accuracy") for name in cli.model.reward_names)
+    for ok, text in data_findings(cli.datamodule, cli.model.encoder, cli.model.policy_config, judge_gold=judged):
+        yield Finding(ok, text)
     yield from _memory(cli, budget)
     yield _disk(root)
     if cli.config["ckpt_path"]:
@@ -180,11 +183,6 @@ def _prompt_tokens(cli: GRPOCLI) -> tuple[int, bool]:
         return max(int(data.longest_prompts[0]), 1), True
     except (UserError, SystemFault):
         return int(data.max_prompt_length or 512), False
-
-
-def _data(cli: GRPOCLI) -> str:
-    train, val = cli.datamodule.load()
-    return f"data {cli.datamodule.dataset}: {len(train)} training prompts, {len(val)} held out"
 
 
 def _disk(root: Path) -> Finding:

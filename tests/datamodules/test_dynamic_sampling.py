@@ -73,9 +73,6 @@ def test_flat_groups_are_replaced_and_the_cursor_moves_on(folder: Path, tiny_lla
     assert (lines[0]["rollout/refill_rounds"], lines[0]["rollout/refill_prompts"]) == (2, 6)
     assert lines[0]["rollout/refill_useful_share"] == 0.4
     assert lines[0]["rollout/zero_variance_groups"] == 0
-    assert (
-        lines[0]["rollout/verdict_correct" if "rollout/verdict_correct" in lines[0] else "rollout/refill_rounds"] >= 0
-    )
     assert steps[1] == ["1+4=", "1+5=", "3+0=", "3+1="], "the next two, six flat ones in between"
     assert (lines[1]["rollout/refill_rounds"], lines[1]["rollout/refill_prompts"]) == (3, 6)
     assert steps[2] == ["3+2=", "3+3=", "3+4=", "3+5="]
@@ -109,9 +106,8 @@ def test_a_resumed_run_draws_the_same_replacements(folder: Path, tiny_llama: Pat
     assert len(set(used)) == len(used)
 
 
-@pytest.mark.parametrize("layout", ["groups", "split"])
-def test_two_ranks_replace_what_one_does(layout: str, folder: Path, tiny_llama: Path) -> None:
-    more = [f"--model.rollout.layout={layout}", "--trainer.max_steps=3"]
+def test_two_ranks_replace_what_one_does(folder: Path, tiny_llama: Path) -> None:
+    more = ["--trainer.max_steps=3"]  # with refills of a single prompt, which leave a rank without rows
     assert main(arguments(tiny_llama, folder / "one", *more)) == 0
     command = arguments(tiny_llama, folder / "two", *more, "--trainer.devices=2", "--trainer.strategy=ddp")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
