@@ -167,6 +167,21 @@ def test_without_grad_nothing_is_overwritten():
     assert torch.equal(logits, before)
 
 
+def test_masked_rows_may_stay_untouched():
+    case = Case()
+    grads = {}
+    for choice in ("zeros", "untouched"):
+        logits = (case.hidden @ case.weight.T).detach().requires_grad_()
+        before = logits.detach().clone()
+        loss = fused_logits_grpo(logits, *case.tokens, inplace=True, masked_rows=choice)
+        grads[choice] = torch.autograd.grad(loss, logits)[0]
+    assert torch.equal(grads["untouched"][case.mask], grads["zeros"][case.mask])
+    assert torch.equal(grads["untouched"][~case.mask], before[~case.mask])
+    assert not grads["zeros"][~case.mask].any()
+    with pytest.raises(UserError, match="masked_rows"):
+        fused_logits_grpo(logits.detach(), *case.tokens, masked_rows="kept")
+
+
 def test_torch_compile_sees_whole_graphs():
     case = Case()
     weight = case.weight.detach()

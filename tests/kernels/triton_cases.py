@@ -138,6 +138,20 @@ def test_masked_rows_are_not_read(dtype):
     assert torch.equal(*gradient(got, poisoned), *gradient(want, clean))
 
 
+@pytest.mark.parametrize("vocab", [37, 9001])
+def test_masked_rows_may_stay_untouched(vocab):
+    """In place, where what was there before is known: live rows as ever, the others still hold their logits."""
+    batch = Batch(3, 4, vocab, torch.float32)
+    dead = batch.weights == 0
+    assert dead.any()
+    leaf = batch.logits.clone().requires_grad_()
+    (want,) = gradient(batch.loss(leaf, None, impl="triton"), leaf)
+    work = batch.logits.clone().requires_grad_()
+    (got,) = gradient(batch.loss(work, None, impl="triton", inplace=True, masked_rows="untouched"), work)
+    assert torch.equal(got[~dead], want[~dead])
+    assert torch.equal(got[dead], batch.logits[dead])
+
+
 @pytest.mark.parametrize("dtype", list(SLACK), ids=str)
 @pytest.mark.parametrize("vocab", [37, 1003, 9001, 16384])
 def test_in_place_is_the_same_bits(dtype, vocab):
