@@ -25,6 +25,8 @@ class Backoff:
     """Largest size allowed; None where nothing has failed."""
     failed_at: int | None = None
     """Smallest size that failed."""
+    first_failed_at: int | None = None
+    """The size in use when it failed first."""
     clean: int = 0
     """Steps without an error since the last change."""
 
@@ -32,14 +34,16 @@ class Backoff:
         """Note that `size` did not fit and that `now` is used from here on."""
         if self.bound is not None:
             self.wait = min(2 * self.wait, _LONGEST_WAIT)
+        if self.bound is None:
+            self.first_failed_at = size
         self.failed_at = size if self.failed_at is None else min(self.failed_at, size)
         self.bound, self.clean = now, 0
 
-    def step(self, ceiling: int) -> bool:
+    def step(self, ceiling: int | None) -> bool:
         """Note a step without an error; True where the bound has changed.
 
         Args:
-            ceiling: the bound goes away when it reaches this.
+            ceiling: the bound goes away when it reaches this; None: when it reaches what failed first.
         """
         if self.bound is None or self.failed_at is None:
             return False
@@ -52,8 +56,8 @@ class Backoff:
             self.failed_at = int(self.failed_at * self.growth) + 1
             below = int(_SAFE * self.failed_at)
         self.bound = min(int(self.bound * self.growth) + 1, max(below, self.bound))
-        if self.bound >= ceiling:
-            self.bound = self.failed_at = None
+        if self.bound >= (ceiling or self.first_failed_at or 0):
+            self.bound = self.failed_at = self.first_failed_at = None
         return True
 
     def state_dict(self) -> dict[str, Any]:

@@ -202,8 +202,7 @@ class AdaptiveMicroBatch(PhaseListener, Callback):
         if not self._failed_this_step:
             self._tokens.step(self._ceiling_tokens)
             self._score_rows.step(self._configured[0] or module.micro_batch_size)
-            rows = self._rollout_rows
-            rows.step(self._configured[1] or 2 * (rows.failed_at or 1))
+            self._rollout_rows.step(self._configured[1])
         self._failed_this_step = False
         self._apply(module)
 
