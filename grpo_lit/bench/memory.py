@@ -161,6 +161,9 @@ def _arguments(options: argparse.Namespace, folder: Path, root: Path, on_cuda: b
         "--trainer.limit_val_batches=0",
         "--trainer.enable_progress_bar=false",
         "--trainer.logger=false",
+        "--profiler.memory=false",  # the bench has its own
+        "--oom_replay=false",
+        "--adaptive_micro_batch=false",
         f"--model.rollout.group_size={options.rows}",
         f"--model.rollout.sampling.max_completion_length={options.completion_tokens}",
         f"--model.validation.sampling.max_completion_length={options.completion_tokens}",
