@@ -88,7 +88,7 @@ class Nf4Weight(NamedTuple):
     def dequantize_into(self, out: Tensor) -> None:
         """Writes the (N, K) weights into contiguous ``out``, rounded to its dtype."""
         if self.packed.is_cuda and resolve_impl("nf4_dequantize", None, self.packed.device) == "triton":
-            from grpo_lit.kernels._triton.nf4_matmul import dequantize
+            from grpo_lit.kernels._triton.nf4 import dequantize
 
             dequantize(self, out.dtype, out)
         else:
@@ -113,7 +113,7 @@ def _dequantize_op(
     dtype: torch.dtype,
 ) -> Tensor:
     """The matrix in ``dtype``, by the Triton kernel: every packed byte read once, every weight written once."""
-    from grpo_lit.kernels._triton.nf4_matmul import dequantize
+    from grpo_lit.kernels._triton.nf4 import dequantize
 
     weight = Nf4Weight(packed, scales, scale_code, group_scales, offset, code, out_features, in_features)
     return dequantize(weight, dtype)

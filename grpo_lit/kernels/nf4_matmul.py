@@ -1,9 +1,10 @@
 """x W^T for a few rows of x and W in NF4, for decoding: weights become numbers in registers, never in memory.
 
-At 1 to 64 rows a product reads each weight for little arithmetic, so its limit is the reading: half a byte a
-weight. Multiplying by a dequantized copy writes and reads 2 bytes more. The Triton version looks the 16
-values up with byte permutes, multiplies 64 columns at a time on the tensor cores, and applies the scale of
-each block to the product, in float32. Layout and formula of the weights: ``nf4``.
+At few rows a product reads each weight for little arithmetic, so its limit is the reading: half a byte a weight.
+Multiplying by a dequantized copy writes and reads 2 bytes more. The Triton version looks the 16 values up with
+byte permutes, multiplies 64 columns at a time on the tensor cores, and applies the scale of each block to the
+product, in float32; beyond 32 rows it multiplies by a copy after all. It is ``decode_linear`` with one matrix and
+nothing around it, as a custom op. Layout and formula of the weights: ``nf4``.
 """
 
 from __future__ import annotations
@@ -15,14 +16,12 @@ from grpo_lit.errors import UserError
 from grpo_lit.kernels.dispatch import resolve_impl
 from grpo_lit.kernels.nf4 import Nf4Weight
 
-MAX_ROWS = 64
-
 
 def nf4_matmul(x: Tensor, weight: Nf4Weight, *, bias: Tensor | None = None, impl: str | None = None) -> Tensor:
     """x W^T + bias for NF4 ``weight``. No gradient flows: it is for decoding (training uses ``lora_linear``).
 
     Args:
-        x: (..., K) bfloat16 or float16 (float32 too in torch), up to 64 rows in all on Triton.
+        x: (..., K), bfloat16 or float16 where it is to be fast.
         weight: W, (N, K).
         bias: (N,) or None.
         impl: ``"triton"``, ``"torch"`` or None for the device's default.
@@ -31,7 +30,7 @@ def nf4_matmul(x: Tensor, weight: Nf4Weight, *, bias: Tensor | None = None, impl
         (..., N) in the dtype of ``x``.
 
     Raises:
-        UserError: for shapes that don't fit, or more rows or another dtype than Triton takes.
+        UserError: for shapes that don't fit.
     """
     if x.shape[-1] != weight.in_features:
         raise UserError("x", tuple(x.shape), f"(..., {weight.in_features})")
@@ -39,10 +38,6 @@ def nf4_matmul(x: Tensor, weight: Nf4Weight, *, bias: Tensor | None = None, impl
         raise UserError("bias", tuple(bias.shape), f"({weight.out_features},)")
     chosen = resolve_impl("nf4_matmul", impl, x.device)
     rows = x.detach().reshape(-1, x.shape[-1])
-    if chosen == "triton" and (len(rows) > MAX_ROWS or x.dtype not in (torch.bfloat16, torch.float16)):
-        if impl == "triton":
-            raise UserError("x", (x.dtype, tuple(x.shape)), f"bfloat16 or float16, at most {MAX_ROWS} rows")
-        chosen = "torch"
     out = torch.ops.grpo_lit.nf4_matmul(rows, *weight, bias, chosen)
     return out.view(*x.shape[:-1], weight.out_features)
 
@@ -68,9 +63,10 @@ def _op(
 ) -> Tensor:
     weight = Nf4Weight(packed, scales, scale_code, group_scales, offset, code, out_features, in_features)
     if impl == "triton":
-        from grpo_lit.kernels._triton.nf4_matmul import matmul
+        from grpo_lit.kernels._triton.decode_linear import product
+        from grpo_lit.kernels.decode_linear import Part
 
-        return matmul(x.contiguous(), weight, bias)
+        return product(x, [Part(weight, bias, None)], None, None, None)
     out = x @ weight.dequantize(x.dtype).t()
     return out if bias is None else out + bias.to(out.dtype)
 

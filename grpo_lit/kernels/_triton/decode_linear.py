@@ -16,7 +16,7 @@ from torch import Tensor
 
 from grpo_lit.kernels._triton.gated_activation import activate, gate
 from grpo_lit.kernels._triton.launch import counters_for, overlap, prefetch, wait_for_previous
-from grpo_lit.kernels._triton.nf4_matmul import unpacked
+from grpo_lit.kernels._triton.nf4 import unpacked
 from grpo_lit.kernels._triton.rms_norm import add_norm
 from grpo_lit.kernels.decode_linear import Part, RmsNorm, reference
 from grpo_lit.kernels.dispatch import interpreting
@@ -559,12 +559,13 @@ def _by_library(
     for part in parts:
         place = out[:, before : before + part.columns]
         dense = part.weight if isinstance(part.weight, Tensor) else part.weight.dequantize(x.dtype)
-        added = residual if alone else part.bias
+        both = alone and residual is not None
+        added = residual if both else part.bias
         if added is None:
             torch.mm(x, dense.t(), out=place)
         else:
             torch.addmm(added.to(x.dtype), x, dense.t(), out=place)
-        if alone and residual is not None and part.bias is not None:
+        if both and part.bias is not None:
             place += part.bias
         if part.lora is not None:
             rank = len(part.lora.a)
