@@ -25,7 +25,13 @@ import torch
 from grpo_lit.bench.shapes import SHAPES
 from grpo_lit.errors import UserError
 
-OURS = ("graph", "hf", "vllm")
+# rollout engine and further arguments; lean: without layers recorded as CUDA graphs, as on a small card
+OURS: dict[str, tuple[str, list[str]]] = {
+    "graph": ("graph", []),
+    "graph-lean": ("graph", ["--model.policy.layer_graphs=false"]),
+    "hf": ("hf", []),
+    "vllm": ("vllm", []),
+}
 PHASES = ("rollout", "reward", "score", "train", "optimizer")
 PACKAGES = ("torch", "transformers", "bitsandbytes", "trl", "peft", "vllm")
 _RESULT = "bench step result: "
@@ -40,7 +46,11 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--shape", default="1.5b", choices=sorted(SHAPES), help="model of this shape, random weights")
     made.add_argument(
-        "--candidates", nargs="+", default=["graph", "trl"], metavar="NAME", help=f"{' | '.join(OURS)} | trl"
+        "--candidates",
+        nargs="+",
+        default=["graph", "graph-lean", "trl"],
+        metavar="NAME",
+        help=f"{' | '.join(OURS)} | trl",
     )
     made.add_argument("--prompts", type=int, default=4)
     made.add_argument("--rows", type=int, default=4, help="completions of each prompt")

@@ -14,6 +14,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from grpo_lit.bench.shapes import write_model_folder
+from grpo_lit.bench.step import OURS
 from grpo_lit.datamodules.loader import PromptBatch
 from grpo_lit.phases import Phase, PhaseListener
 
@@ -56,6 +57,7 @@ def run_ours(options: argparse.Namespace, extra: list[str], scratch: Path) -> di
 
 def _arguments(options: argparse.Namespace, folder: Path, root: Path, on_cuda: bool) -> list[str]:
     length = options.completion_tokens
+    engine, own = OURS[options.child]
     return [
         "--config=3060ti",
         f"--model.policy.path={folder}",
@@ -68,7 +70,7 @@ def _arguments(options: argparse.Namespace, folder: Path, root: Path, on_cuda: b
         "--trainer.limit_val_batches=0",
         "--trainer.enable_progress_bar=false",
         "--trainer.logger=false",
-        f"--model.rollout.engine={options.child}",
+        f"--model.rollout.engine={engine}",
         f"--model.rollout.group_size={options.rows}",
         f"--model.rollout.batch_size={options.prompts * options.rows}",
         f"--model.rollout.sampling.max_completion_length={length}",
@@ -79,6 +81,7 @@ def _arguments(options: argparse.Namespace, folder: Path, root: Path, on_cuda: b
         "--model.rewards=[grpo_lit.bench.shapes.noise]",
         f"--data.prompts_per_step={options.prompts}",
         f"--data.max_prompt_length={max(512, options.prompt_tokens)}",
+        *own,
     ]
 
 
