@@ -128,7 +128,7 @@ class EvaluateConfig:
     """Render with the tokenizer's chat template; null: where there is one."""
     engine: Literal["auto", "vllm", "graph", "hf"] = "auto"
     """auto: vllm where it is installed and there is a GPU, else graph or hf."""
-    vllm: VLLMConfig = field(default_factory=VLLMConfig)
+    vllm: VLLMConfig = field(default_factory=lambda: VLLMConfig(memory_share=0.7))
     """Settings of engine vllm."""
     batch_size: int = 64
     """Answers generated together."""

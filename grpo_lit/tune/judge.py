@@ -60,8 +60,11 @@ def decide(
     gain = sorted(pairs)[len(pairs) // 2] - 1 if len(pairs) % 2 else _middle(pairs) - 1
     noise = max(_noise(incumbent), _noise(candidate))
     needed = max(min_gain, noise)
-    if min(pairs) > 1 and gain > needed:
+    if gain > needed and min(pairs) > 1:
         return Decision(True, f"{gain:+.1%} tokens/s, noise {noise:.1%}", gain, noise)
+    if gain > needed:
+        reason = f"{gain:+.1%} tokens/s, but slower in one of {len(pairs)} pairs ({min(pairs) - 1:+.1%})"
+        return Decision(False, reason, gain, noise)
     return Decision(False, f"{gain:+.1%} tokens/s is not above the noise ({needed:.1%})", gain, noise)
 
 

@@ -83,17 +83,26 @@ def test_baseline_is_remembered_and_what_a_resumed_run_owes_is_made_up(
 ) -> None:
     root = tmp_path / "run"
     extra = callback("BaselineEvaluation", datasets=SUMS, options={"limit": 3, "max_completion_length": 4})
-    quiet = "--trainer.enable_progress_bar=false"
-    assert main(list(fit_arguments(tiny_llama, root, *extra, quiet, "--trainer.max_steps=2"))) == 0
-    written = (root / "evaluation/scores.jsonl").read_bytes()
-    stamp = (root / "evaluation/step_000000/verdicts.jsonl").stat().st_mtime_ns
-    more = callback(every_n_rollout_steps=2, at_end=False)
-    again = list(fit_arguments(tiny_llama, root, *extra, *more, quiet, "--trainer.max_steps=3", "--ckpt_path=last"))
-    assert main(again) == 0
-    scores = (root / "evaluation/scores.jsonl").read_bytes()
-    assert scores.startswith(written)
-    assert [json.loads(line)["step"] for line in scores.splitlines()] == [0, 2]
-    assert (root / "evaluation/step_000000/verdicts.jsonl").stat().st_mtime_ns == stamp
+    common = [*extra, "--trainer.enable_progress_bar=false"]
+
+    def fit(*more: str) -> list[int]:
+        assert main(list(fit_arguments(tiny_llama, root, *common, *more))) == 0
+        return [record["step"] for record in lines_of(root / "evaluation/scores.jsonl")]
+
+    assert fit("--trainer.max_steps=1") == [0]
+    early = root / "checkpoints" / "early.ckpt"
+    early.write_bytes((root / "checkpoints/last.ckpt").read_bytes())
+    stamps = {path: path.stat().st_mtime_ns for path in (root / "evaluation").glob("step_*/verdicts.jsonl")}
+    assert fit("--trainer.max_steps=2", "--ckpt_path=last") == [0]
+    second = root / "checkpoints" / "second.ckpt"
+    second.write_bytes((root / "checkpoints/last.ckpt").read_bytes())
+    every_second = callback(every_n_rollout_steps=2, at_end=False)
+    assert fit("--trainer.max_steps=3", "--ckpt_path=last", *every_second) == [0, 2], "what step 2 still owed"
+    stamps |= {path: path.stat().st_mtime_ns for path in (root / "evaluation").glob("step_*/verdicts.jsonl")}
+    for again in (early, second):
+        assert fit("--trainer.max_steps=3", f"--ckpt_path={again}", *every_second) == [0, 2], "step 2 came by again"
+    assert {path: path.stat().st_mtime_ns for path in stamps} == stamps
+    assert len(stamps) == 2
 
 
 def test_child_process_answers_with_the_same_weights(fit_arguments: Fit, tiny_llama: Path, tmp_path: Path) -> None:
