@@ -242,3 +242,20 @@ def test_reasoning_gym_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     with pytest.raises(SystemFault, match=r"pip install 'grpo-lit\[gym\]'"):
         load_rows("reasoning_gym")
+
+
+def test_reasoning_gym_trains_with_its_own_scorer(tiny_llama: Path, tmp_path: Path, fit_arguments: Fit) -> None:
+    pytest.importorskip("reasoning_gym")
+    root = tmp_path / "run"
+    own = [
+        "--data.dataset=reasoning_gym",
+        '--data.dataset_options={"task": "chain_sum", "size": 30, "min_terms": 2, "max_terms": 2}',
+        "--model.rewards=[gym_score]",
+        "--trainer.max_steps=2",
+        "--trainer.logger=false",
+    ]
+    assert main(fit_arguments(tiny_llama, root, *own)) == 0
+    lines = [json.loads(line) for line in (root / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0, 1, 2]
+    assert "val/accuracy" in lines[0]
+    assert all("rollout/reward_gym_score" in line for line in lines[1:])
