@@ -18,6 +18,7 @@ from grpo_lit.errors import SystemFault, UserError
 from grpo_lit.rollout.base import SamplingConfig
 from grpo_lit.rollout.vllm_backend import Adapter, OnRow, RowEnd, Sampled
 from grpo_lit.rollout.vllm_config import VLLMConfig
+from grpo_lit.rollout.vllm_guard import ChildGuard, new_children
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks that vLLM reserves space for."""
@@ -45,7 +46,7 @@ class LocalBackend:
     ) -> None:
         on_gpu = device.type == "cuda"
         self.device_sleeps = config.sleep and on_gpu
-        with _environment(_variables(config, device)), _child_ignores_ctrl_c():
+        with _environment(_variables(config, device)), _child_ignores_ctrl_c(), new_children() as pids:
             from vllm import LLM
 
             try:
@@ -59,6 +60,7 @@ class LocalBackend:
                 )
             except (ValueError, RuntimeError, OSError) as error:
                 raise _start_fault(error, location) from error
+        self._guard = ChildGuard(pids)
         self._engine: Any = self._llm.llm_engine
         self.max_model_len = int(self._engine.model_config.max_model_len)
         self._asleep = False
@@ -165,6 +167,7 @@ class LocalBackend:
         """End the engine process."""
         with suppress(Exception):
             self._engine.engine_core.shutdown()
+        self._guard.release()
 
 
 def _engine_arguments(

@@ -6,6 +6,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from grpo_lit.rollout.vllm import VLLMEngine, probe_tolerance
 from grpo_lit.rollout.vllm_adapter import AdapterFolders, ram_folder
 from grpo_lit.rollout.vllm_backend import Adapter, OnRow, RowEnd, Sampled, request_seeds
 from grpo_lit.rollout.vllm_base import base_location, write_base
+from grpo_lit.rollout.vllm_guard import ChildGuard, new_children
 from grpo_lit.rollout.vllm_local import lora_rank
 
 PROMPTS = [[3, 4, 5, 6], [7], [8, 9, 10]]
@@ -386,3 +388,42 @@ def test_tolerance_follows_the_number_formats() -> None:
     assert probe_tolerance(VLLMConfig(), torch.float32, torch.float32) == 1e-3
     assert probe_tolerance(VLLMConfig(), torch.float32, torch.bfloat16) == 0.1
     assert probe_tolerance(VLLMConfig(probe_tolerance=0.02), torch.bfloat16) == 0.02
+
+
+# ---- child processes ------------------------------------------------------------------------------------------------
+
+
+def test_guarded_children_end_with_a_killed_parent(tmp_path: Path) -> None:
+    code = (
+        "import os, subprocess, time; from grpo_lit.rollout.vllm_guard import ChildGuard, new_children\n"
+        "with new_children() as pids:\n"
+        "    subprocess.Popen(['sh', '-c', 'sleep 60 & wait'], start_new_session=True); time.sleep(0.3)\n"
+        "guard = ChildGuard(pids); print(*pids, flush=True); os.kill(os.getpid(), 9)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    pids = [int(pid) for pid in done.stdout.split()]
+    assert len(pids) == 2, "the shell and its child"
+    deadline = time.monotonic() + 10
+    while (left := [pid for pid in pids if _runs(pid)]) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not left
+
+
+def test_released_guard_ends_nothing() -> None:
+    with new_children() as pids:
+        child = subprocess.Popen(["sleep", "60"])
+    try:
+        assert pids == [child.pid]
+        ChildGuard(pids).release()
+        time.sleep(0.3)
+        assert child.poll() is None
+    finally:
+        child.kill()
+        child.wait()
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
