@@ -25,7 +25,7 @@ from grpo_lit.errors import UserError
 if TYPE_CHECKING:
     from grpo_lit.bench.kernel_cases import Case
 
-SECTIONS = ("logits", "tokens", "head", "lora", "entropy")
+SECTIONS = ("logits", "tokens", "head", "lora", "entropy", "decode")
 # rows of tokens, tokens a row, vocabulary, dtype
 LOGITS_SIZES = [
     (4, 256, 32768, torch.float32),
@@ -42,6 +42,10 @@ _SLACK = {
     "fused_linear_grpo": 2e-3,
     "lora_linear": 1e-3,
     "entropy_mask": 0.0,
+    "nf4_matmul": 1e-3,
+    "decode_linear": 1e-3,
+    "paged_attention": 1e-3,
+    "sample_token": 1e-6,
 }
 
 
@@ -134,6 +138,10 @@ def _cases(options: argparse.Namespace, device: torch.device) -> Iterator[Case]:
                 yield lora_case(rows, width, out, dtype, device, nf4=nf4)
     if "entropy" in options.sections:
         yield entropy_case(*((16, 768) if on_cuda else (3, 20)), device)
+    if "decode" in options.sections:
+        from grpo_lit.bench.decode_cases import decode_cases
+
+        yield from decode_cases(device)
 
 
 def _context(device: torch.device, timer: Timer) -> dict[str, object]:

@@ -28,7 +28,15 @@ def test_tables_csv_and_plot(tmp_path):
     done = _run("--csv", str(tmp_path / "k.csv"), "--plot", str(tmp_path / "k.png"), "--modes", "full", "backward")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("NO MEASUREMENT")
-    for op in ("fused_logits_grpo", "grpo_token_loss", "fused_linear_grpo", "lora_linear", "entropy_mask"):
+    for op in (
+        "fused_logits_grpo",
+        "grpo_token_loss",
+        "fused_linear_grpo",
+        "lora_linear",
+        "entropy_mask",
+        "nf4_matmul",
+        "decode_linear",
+    ):
         assert op in done.stdout
     with (tmp_path / "k.csv").open() as file:
         rows = list(csv.DictReader(file))
