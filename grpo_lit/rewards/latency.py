@@ -6,8 +6,8 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from math import ceil
 
-BOUNDS_MS = (0.1, 1.0, 10.0, 100.0, 1000.0)
-"""Upper bounds of the histogram's bins, inclusive; the last bin has none."""
+BINS_MS = {"le_100us": 0.1, "le_1ms": 1.0, "le_10ms": 10.0, "le_100ms": 100.0, "le_1s": 1000.0}
+"""Bins of the histogram with their upper bounds, inclusive; ``more`` holds the rest."""
 
 
 def latency_histogram(latencies_s: Sequence[float], prefix: str = "verify") -> dict[str, float]:
@@ -29,9 +29,10 @@ def latency_histogram(latencies_s: Sequence[float], prefix: str = "verify") -> d
         f"{prefix}_ms_p{quantile}": ordered[max(ceil(quantile / 100 * len(ordered)) - 1, 0)] for quantile in (50, 95)
     }
     metrics[f"{prefix}_ms_max"] = ordered[-1]
-    counts = [0] * (len(BOUNDS_MS) + 1)
+    bounds = list(BINS_MS.values())
+    counts = [0] * (len(bounds) + 1)
     for latency in ordered:
-        counts[bisect_left(BOUNDS_MS, latency)] += 1
-    for bound, count in zip([f"le_{bound:g}ms" for bound in BOUNDS_MS] + ["more"], counts, strict=True):
-        metrics[f"{prefix}_count_{bound}"] = float(count)
+        counts[bisect_left(bounds, latency)] += 1
+    for name, count in zip([*BINS_MS, "more"], counts, strict=True):
+        metrics[f"{prefix}_count_{name}"] = float(count)
     return metrics

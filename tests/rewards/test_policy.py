@@ -104,7 +104,7 @@ def test_latencies_fall_into_their_bins() -> None:
     found = latency_histogram([0.00005, 0.0001, 0.0004, 0.02, 3.0])
     assert (found["verify_ms_p50"], found["verify_ms_p95"], found["verify_ms_max"]) == (0.4, 3000.0, 3000.0)
     bins = {name.removeprefix("verify_count_"): n for name, n in found.items() if "count" in name}
-    assert bins == {"le_0.1ms": 2, "le_1ms": 1, "le_10ms": 0, "le_100ms": 1, "le_1000ms": 0, "more": 1}
+    assert bins == {"le_100us": 2, "le_1ms": 1, "le_10ms": 0, "le_100ms": 1, "le_1s": 0, "more": 1}
     assert latency_histogram([]) == {}
 
 
