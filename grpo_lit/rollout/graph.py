@@ -57,7 +57,7 @@ class GraphEngine:
         use_graphs: bool | None = None,
         impl: str | None = None,
     ) -> None:
-        on_cuda = policy.device.type == "cuda"
+        on_cuda = self._on_cuda = policy.device.type == "cuda"
         self.policy = policy
         self.tokenizer = tokenizer
         self.batch_size: int | None = batch_size
@@ -89,12 +89,12 @@ class GraphEngine:
         spec = read_model(self.policy)
         self._check(prompts, counts, sampling, spec)
         try:
-            with torch.no_grad():
+            with torch.no_grad(), torch.cuda.device(self.policy.device if self._on_cuda else -1):
                 rollout, num_steps = self._generate(spec, prompts, counts, keys, sampling, progress)
         except BaseException:  # out of memory, Ctrl-C: nothing may stay behind
             self.release()
             raise
-        if self.policy.device.type == "cuda":
+        if self._on_cuda:
             torch.cuda.synchronize(self.policy.device)
         self.stats.num_steps += num_steps
         self.stats.num_tokens += int(rollout.completion_mask.sum())
@@ -177,7 +177,7 @@ class GraphEngine:
         self, spec: ModelSpec, plan: RolloutPlan, sampling: SamplingConfig
     ) -> tuple[DecodeBuffers, GraphRunner]:
         """Buffers and runner for a plan; those of the last call where nothing differs."""
-        if self.policy.device.type == "cuda" and not self.stats.bandwidth:
+        if self._on_cuda and not self.stats.bandwidth:
             self.stats.bandwidth = copy_bandwidth(self.policy.device)
         drawing = (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p)
         key = (plan, drawing, spec.fingerprint)

@@ -10,6 +10,9 @@ from grpo_lit.rollout.decode import DecodeStep
 from grpo_lit.rollout.pages import CacheShape, KVCache
 from grpo_lit.rollout.plan import RolloutPlan
 
+_UNFINISHED: list[object] = []
+"""Pools of recordings that broke off; torch aborts the process if such a pool is freed."""
+
 
 class DecodeBuffers:
     """Everything a rollout holds on the device, at fixed addresses.
@@ -81,7 +84,12 @@ class GraphRunner:
             self._graphs[num_slots].replay()
 
     def close(self) -> None:
-        """Drop recordings and their memory."""
+        """Drop recordings and their memory, once the device is done with them."""
+        if self._pool is None:
+            return
+        torch.cuda.synchronize()
+        for graph in self._graphs.values():
+            graph.reset()  # also where a traceback still holds the object: the pool must be nobody else's to be freed
         self._graphs.clear()
         self._pool = None
 
@@ -99,7 +107,10 @@ class GraphRunner:
             graph.capture_begin(pool=self._pool.id, capture_error_mode="relaxed")  # type: ignore[arg-type]
             try:
                 self._call(num_slots)
-            finally:
+            except BaseException:
+                _UNFINISHED.append((self._pool, graph))
                 graph.capture_end()
+                raise
+            graph.capture_end()
         current.wait_stream(side)
         return graph

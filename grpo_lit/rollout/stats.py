@@ -53,8 +53,8 @@ class RolloutStats:
 
 @functools.cache
 def copy_bandwidth(device: torch.device, num_bytes: int = 1 << 27) -> float:
-    """Bytes per second that a copy of `num_bytes` reads and writes, best of 5; 0 on the CPU. Measured once."""
-    if device.type != "cuda":
+    """Bytes per second that a copy of `num_bytes` reads and writes, best of 5; 0 without CUDA or memory for it."""
+    if device.type != "cuda" or torch.cuda.mem_get_info(device)[0] < 4 * num_bytes:
         return 0.0
     source = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
