@@ -21,6 +21,9 @@ from grpo_lit.rollout.pages import GroupPages, PagePool
 from grpo_lit.rollout.prefill import prefill
 from grpo_lit.rollout.stops import AnswerStop
 
+_WORTH_RECORDING = 64
+"""Steps that a smaller bucket must save on before it is recorded, which takes the host as long as some 20 steps."""
+
 
 @dataclass
 class _Row:
@@ -168,6 +171,8 @@ class Flight:
         kept = [slot for slot, row in enumerate(self._slots) if row is not None]
         if self._waiting or not kept or self._bucket(len(kept)) >= self._bucket(len(self._slots)):
             return
+        if not self._runner.is_ready(self._bucket(len(kept))) and self._max_steps_left() < _WORTH_RECORDING:
+            return
         order = torch.tensor(kept, device=self._buffers.page_table.device)
         for tensor in self._buffers.per_slot:
             tensor[: len(kept)] = tensor[order]
@@ -184,8 +189,7 @@ class Flight:
     def _issue(self) -> int:
         """Queue steps, at most as many as any row in a slot may still need, then a copy of the status."""
         running = [self.rows[index] for index in self._slots if index is not None]
-        limit = self._buffers.plan.max_new_tokens
-        steps = min(self._check_every, max((limit - row.num_issued for row in running), default=0))
+        steps = min(self._check_every, self._max_steps_left())
         if steps == 0:
             return 0
         bucket = self._bucket(len(self._slots))
@@ -196,6 +200,11 @@ class Flight:
         self.num_steps += steps
         self._pending.append(self._snapshot())
         return steps
+
+    def _max_steps_left(self) -> int:
+        """Steps that rows in slots may still need at most."""
+        limit = self._buffers.plan.max_new_tokens
+        return max((limit - self.rows[index].num_issued for index in self._slots if index is not None), default=0)
 
     def _snapshot(self) -> _Snapshot:
         width = len(self._slots)
