@@ -136,6 +136,8 @@ def _measure(name: str, options: argparse.Namespace, extra: list[str], on_cuda: 
         steps = _lines(Path(scratch) / "run" / "memory.jsonl")
     load = [] if profiler.load is None else [profiler.load.to_json()]
     found = _largest([*load, *(phase for line in steps for phase in line["phases"])])
+    if options.synthetic:
+        found.pop("rollout", None)
     rows = [_row(name, found[phase]) for phase in _PHASES if phase in found]
     done = cli.trainer.global_step
     print(f"\n{name}: {done} optimizer steps in {seconds:.1f} s, loading included" + (f"; {extra}" if extra else ""))

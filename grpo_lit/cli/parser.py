@@ -239,7 +239,8 @@ class GRPOCLI(LightningCLI):
             callbacks.append(StepProgress())
         policy = self.config["model"]["policy"]
         callbacks += [kind() for kind in self._memory_guards(config)]
-        callbacks += memory_callbacks(self.config_init["profiler"], policy["gradient_checkpointing"])
+        profiler = self.config_init["profiler"]
+        callbacks += memory_callbacks(profiler, policy["gradient_checkpointing"], config.get("callbacks"))
         self.trainer_defaults = {**self.trainer_defaults, "callbacks": callbacks}
         try:
             return super().instantiate_trainer(**kwargs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning.pytorch import Callback
@@ -38,12 +39,15 @@ class ProfilerConfig:
                 raise UserError(f"profiler.{name}", getattr(self, name), "rollout steps, counted from 1")
 
 
-def memory_callbacks(config: ProfilerConfig, gradient_checkpointing: object = False) -> list[Callback]:
+def memory_callbacks(
+    config: ProfilerConfig, gradient_checkpointing: object = False, given: Callback | Sequence[Callback] | None = None
+) -> list[Callback]:
     """The callbacks of a run that watch memory and act on it.
 
     Args:
         config: what is wanted.
         gradient_checkpointing: ``model.policy.gradient_checkpointing``.
+        given: the user's own callbacks; none of their kinds is added again.
 
     Raises:
         SystemFault: the live page is wanted and its libraries are missing.
@@ -57,4 +61,5 @@ def memory_callbacks(config: ProfilerConfig, gradient_checkpointing: object = Fa
         from grpo_lit.callbacks.live_page import LivePage
 
         callbacks.append(LivePage(config.port))
-    return callbacks
+    own = {type(callback) for callback in (given if isinstance(given, Sequence) else [given])}
+    return [callback for callback in callbacks if type(callback) not in own]

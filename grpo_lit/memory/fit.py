@@ -18,8 +18,24 @@ def peak(sizes: ModelSizes, formats: Formats, step: StepSizes) -> PhasePlan:
 
 
 def fits(sizes: ModelSizes, formats: Formats, step: StepSizes, budget: int) -> bool:
-    """Whether every phase stays within the budget, in bytes."""
-    return peak(sizes, formats, step).total <= HEADROOM * budget
+    """Whether every phase stays within the budget, in bytes; rows that the graph engine lets wait need no room."""
+    rows = rows_in_flight(sizes, formats, step, budget)
+    return rows > 0 and peak(sizes, formats, replace(step, rollout_rows=rows)).total <= HEADROOM * budget
+
+
+def rows_in_flight(sizes: ModelSizes, formats: Formats, step: StepSizes, budget: int) -> int:
+    """Rows generated at once: all that were asked for, or as many as fit where the engine queues the others.
+
+    0 where not even one row fits; only the graph engine queues.
+    """
+
+    def holds(rows: int) -> bool:
+        plan = plan_step(sizes, formats, replace(step, rollout_rows=rows))["rollout"]
+        return plan.total <= HEADROOM * budget
+
+    if formats.engine != "graph":
+        return step.rollout_rows
+    return _largest(step.rollout_rows, holds)
 
 
 def longest_completion(

@@ -86,7 +86,8 @@ class Formats:
     """Whether the layers run through grpo_lit.fused_layers."""
     chunk_tokens: int = 2048
     """Tokens of a chunk of the fused feed-forward part."""
-    engine: Literal["graph", "hf"] = "graph"
+    engine: Literal["graph", "hf", "vllm"] = "graph"
+    """What holds keys and values; vLLM's memory is its own, set aside by its settings."""
     scores: bool = False
     """Whether a step scores its rows before the first pass."""
     workspace: int = 32 * MIB
@@ -189,6 +190,8 @@ def _load(sizes: ModelSizes, formats: Formats, weights: Ledger) -> Ledger:
 
 
 def _rollout(sizes: ModelSizes, formats: Formats, step: StepSizes) -> Ledger:
+    if formats.engine == "vllm":
+        return {}
     rows, per_token = step.rollout_rows, kv_bytes_per_token(sizes, formats)
     prompt_rows = min(rows, max(1, step.prompts)) if formats.engine == "graph" else rows
     n = min(prompt_rows * step.prompt_tokens, max(PREFILL_TOKENS, step.prompt_tokens))

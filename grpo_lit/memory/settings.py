@@ -57,8 +57,10 @@ def formats_of(module: GRPOModule, *, on_cuda: bool = True, model_type: str = "l
 
 
 def engine_of(module: GRPOModule, on_cuda: bool) -> str:
-    """graph or hf: how a rollout's keys and values are held."""
+    """graph, hf or vllm: how a rollout's keys and values are held."""
     name = getattr(getattr(module, "engine", None), "name", None) or module.rollout_config.engine
+    if name.startswith("vllm"):
+        return "vllm"
     return "hf" if name == "hf" or (name == "auto" and not on_cuda) else "graph"
 
 
