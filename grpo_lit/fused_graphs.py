@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from grpo_lit.fused_layers import Call, layer_backward, layer_forward
 from grpo_lit.kernels.packed_attention import Sequences
 
 if TYPE_CHECKING:
-    from grpo_lit.fused_layers import Call, FusedDecoder
+    from grpo_lit.fused_decoder import FusedDecoder
 
 _log = logging.getLogger("grpo_lit.layers")
 
@@ -213,8 +214,6 @@ class LayerGraphs:
         return made
 
     def _calls(self, recording: Recording) -> list[Call]:
-        from grpo_lit.fused_layers import Call
-
         tokens = len(recording.dy)
         adapters, _ = self._decoder.adapters(recording.dy.dtype)
         where = Sequences(recording.starts, [tokens])  # the longest a sequence can be
@@ -225,14 +224,10 @@ class LayerGraphs:
         ]
 
     def _forward(self, recording: Recording) -> None:
-        from grpo_lit.fused_layers import layer_forward
-
         for index, call in enumerate(self._calls(recording)):
             layer_forward(call, recording.inputs[index], recording.inputs[index + 1])
 
     def _backward(self, recording: Recording) -> None:
-        from grpo_lit.fused_layers import layer_backward
-
         dy: Tensor | None = recording.dy
         end = len(self._grads)
         for index, call in reversed(list(enumerate(self._calls(recording)))):

@@ -61,6 +61,7 @@ class LinearGroup:
         ends = [sum(self.sizes[:i]) for i in range(len(self.sizes) + 1)]
         self.columns = [slice(a, b) for a, b in zip(ends[:-1], ends[1:], strict=True)]
         self._packed: list[tuple[int, Nf4Weight]] | None = None
+        self._bias: tuple[tuple[Any, ...], Tensor] | None = None
 
     @property
     def quantized(self) -> bool:
@@ -89,13 +90,18 @@ class LinearGroup:
         return [weight for _, weight in self._packed]
 
     def bias(self, dtype: torch.dtype) -> Tensor | None:
-        """All biases side by side, or None where no layer has one."""
+        """All biases side by side, zeros for layers without, or None where no layer has one."""
         biases = [base.bias for base in self.bases]
         if all(b is None for b in biases):
             return None
-        zeros = [base.weight.new_zeros(n, dtype=dtype) for base, n in zip(self.bases, self.sizes, strict=True)]
-        parts = [z if b is None else b.to(dtype) for b, z in zip(biases, zeros, strict=True)]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        if len(biases) == 1:
+            return biases[0].to(dtype)  # type: ignore[no-any-return]
+        key = (dtype, *(0 if b is None else b.data_ptr() for b in biases))
+        if self._bias is None or self._bias[0] != key:
+            like = next(b for b in biases if b is not None)
+            zeros = [like.new_zeros(n) if b is None else b for b, n in zip(biases, self.sizes, strict=True)]
+            self._bias = (key, torch.cat(zeros).to(dtype))
+        return self._bias[1]
 
 
 def product(

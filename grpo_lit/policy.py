@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from grpo_lit.errors import SystemFault, UserError
-from grpo_lit.fused_layers import FusedDecoder, choose_fused
+from grpo_lit.fused_decoder import FusedDecoder, choose_fused
 from grpo_lit.kernels import linear_logprobs
 from grpo_lit.lora import LoRAConfig, inject_lora, lora_dtype
 from grpo_lit.memory.checkpointing import LayerCheckpointing, tile_mlps

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from grpo_lit.fused_decoder import FusedDecoder
 from grpo_lit.fused_graphs import LayerGraphs, padded_tokens
-from grpo_lit.fused_layers import FusedDecoder
 from grpo_lit.kernels.packed_attention import Sequences
 from grpo_lit.lora import inject_lora
 from grpo_lit.memory.checkpointing import LayerCheckpointing

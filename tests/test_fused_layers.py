@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from grpo_lit.errors import UserError
-from grpo_lit.fused_layers import FusedDecoder, choose_fused, unsupported
+from grpo_lit.fused_decoder import FusedDecoder, choose_fused, unsupported
 from grpo_lit.lora import LoRAConfig, adapters_off, inject_lora
 from grpo_lit.memory.checkpointing import LayerCheckpointing
 from grpo_lit.memory.offload import ActivationOffload
@@ -201,8 +201,20 @@ def _trained_base() -> PreTrainedModel:
     return model
 
 
+def _trained_norm() -> PreTrainedModel:
+    model = model_of("llama")
+    model.model.layers[1].input_layernorm.requires_grad_(True)
+    return model
+
+
 @pytest.mark.parametrize(
-    ("build", "words"), [(_gelu, "gated SiLU"), (_windowed, "sliding window"), (_trained_base, "frozen base")]
+    ("build", "words"),
+    [
+        (_gelu, "gated SiLU"),
+        (_windowed, "sliding window"),
+        (_trained_base, "frozen base"),
+        (_trained_norm, "frozen base"),
+    ],
 )
 def test_what_it_cannot_run_is_said(build: Callable[[], PreTrainedModel], words: str) -> None:
     model = build()
