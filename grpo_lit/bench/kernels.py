@@ -25,7 +25,7 @@ from grpo_lit.errors import UserError
 if TYPE_CHECKING:
     from grpo_lit.bench.kernel_cases import Case
 
-SECTIONS = ("logits", "tokens", "head", "lora", "entropy", "decode")
+SECTIONS = ("logits", "tokens", "head", "lora", "layer", "entropy", "decode")
 # rows of tokens, tokens a row, vocabulary, dtype
 LOGITS_SIZES = [
     (4, 256, 32768, torch.float32),
@@ -41,6 +41,7 @@ _SLACK = {
     "grpo_token_loss": 2e-6,
     "fused_linear_grpo": 2e-3,
     "lora_linear": 1e-3,
+    "decoder_layer": 1e-4,
     "entropy_mask": 0.0,
     "nf4_matmul": 1e-3,
     "decode_linear": 1e-3,
@@ -113,7 +114,7 @@ _MODES = ("full", "forward", "backward")
 def _cases(options: argparse.Namespace, device: torch.device) -> Iterator[Case]:
     """The cases asked for, built one at a time so that only one holds memory."""
     from grpo_lit.bench.kernel_cases import head_case, logits_case, token_case
-    from grpo_lit.bench.layer_cases import entropy_case, lora_case
+    from grpo_lit.bench.layer_cases import decoder_case, entropy_case, lora_case
 
     compiled = not options.no_compile and device.type == "cuda"
     on_cuda = device.type == "cuda"
@@ -136,6 +137,11 @@ def _cases(options: argparse.Namespace, device: torch.device) -> Iterator[Case]:
         for rows, width, out in LORA_SIZES if on_cuda else [(6, 64, 32)]:
             for nf4 in (False, True):
                 yield lora_case(rows, width, out, dtype, device, nf4=nf4)
+    if "layer" in options.sections:
+        if on_cuda:
+            yield decoder_case(4, 896, 1536, device, heads=12, wide=8960)
+        else:
+            yield decoder_case(2, 6, 64, device, heads=4, wide=128)
     if "entropy" in options.sections:
         yield entropy_case(*((16, 768) if on_cuda else (3, 20)), device)
     if "decode" in options.sections:

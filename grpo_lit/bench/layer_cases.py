@@ -87,3 +87,104 @@ def entropy_case(n: int, t: int, device: torch.device) -> Case:
     errors["ours, row minimum 4"] = 0.0  # another mask by design
     candidates = [Candidate(name, "forward", made) for name, made in masks.items()]
     return Case("entropy_mask", f"{n} x {t} tokens, top 20 %", candidates, errors, "select and sort", 0, ("ours",))
+
+
+def decoder_case(rows: int, tokens: int, width: int, device: torch.device, *, heads: int, wide: int) -> Case:
+    """One Qwen2 decoder layer over NF4 with adapters on q, k, v and o, forward and backward, full rows.
+
+    The errors are those of all adapters' gradients together, against the same layer in float32.
+    """
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    from grpo_lit.fused_decoder import FusedDecoder
+    from grpo_lit.lora import inject_lora
+    from grpo_lit.memory.checkpointing import LayerCheckpointing
+    from grpo_lit.policy import quantize_nf4
+
+    torch.manual_seed(0)
+    kv_heads = max(1, heads // 6)
+    config = Qwen2Config(
+        vocab_size=64,
+        hidden_size=width,
+        intermediate_size=wide,
+        num_hidden_layers=1,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=max(tokens, 128),
+    )
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    model: Any = Qwen2ForCausalLM(config)
+    model.to(device, dtype)
+    quantize_nf4(model, dtype, device)
+    inject_lora(model, 16, 32.0)
+    for name, parameter in model.named_parameters():
+        if name.endswith("lora_B"):
+            nn.init.normal_(parameter, std=0.1)
+    gen = torch.Generator(device).manual_seed(0)
+    ids = torch.randint(0, 64, (rows, tokens), device=device, generator=gen)
+    real = torch.ones_like(ids, dtype=torch.bool)
+    up = torch.randn(rows, tokens - 1, width, device=device, generator=gen)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+
+    def plain(of: Any) -> Tensor:
+        hidden: Tensor = of.model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
+        return hidden
+
+    def fused(decoder: FusedDecoder) -> Tensor:
+        counts = torch.arange(rows * (tokens - 1), device=device)
+        return decoder(ids[:, :1], real[:, :1], ids[:, 1:], real[:, 1:], counts).view_as(up)
+
+    checkpointing = LayerCheckpointing(model)
+    ways: dict[str, tuple[int, Callable[[], Tensor]]] = {
+        "ours, checkpointed": (1, lambda: fused(FusedDecoder(model, checkpointing))),
+        "transformers, checkpointed": (1, lambda: plain(model)),
+        "ours": (0, lambda: fused(FusedDecoder(model, None))),
+        "transformers": (0, lambda: plain(model)),
+    }
+    exact = _in_float32(model)
+    truth = torch.cat([g.flatten() for g in torch.autograd.grad(plain(exact), _adapters(exact), up)]).double()
+    errors: dict[str, float] = {}
+    candidates: list[Candidate] = []
+    for name, (count, forward) in ways.items():
+
+        def full(forward: Callable[[], Tensor] = forward) -> list[Tensor]:
+            return list(torch.autograd.grad(forward(), parameters, up.to(dtype)))
+
+        def prepare(count: int = count) -> None:
+            checkpointing.count = count
+            model.train(count > 0)
+
+        prepare()
+        errors[name] = relative(torch.cat([g.flatten() for g in full()]), truth)
+        candidates.append(Candidate(name, "full", full, prepare))
+    label = f"{rows} x {tokens} tokens, hidden {width}, NF4"
+    return Case("decoder_layer", label, candidates, errors, "transformers", 0, ("ours", "ours, checkpointed"))
+
+
+def _adapters(model: nn.Module) -> list[Tensor]:
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+def _in_float32(model: nn.Module) -> Any:
+    """The same numbers in float32, no longer in 4 bits."""
+    import copy
+
+    from grpo_lit.lora import LoRALinear
+
+    exact = copy.deepcopy(model)
+    for name, module in list(exact.named_modules()):
+        base: Any = module.base_layer if isinstance(module, LoRALinear) else module
+        if not hasattr(getattr(base, "weight", None), "quant_state"):
+            continue
+        weight = Nf4Weight.from_bitsandbytes(base.weight.data, base.weight.quant_state).dequantize(torch.float32)
+        dense = nn.Linear(weight.shape[1], weight.shape[0], bias=base.bias is not None, device=weight.device)
+        dense.weight.data = weight
+        if base.bias is not None:
+            dense.bias.data = base.bias.data
+        dense.requires_grad_(False)
+        if isinstance(module, LoRALinear):
+            module.base_layer = dense
+        elif "base_layer" not in name:
+            parent, _, child = name.rpartition(".")
+            setattr(exact.get_submodule(parent), child, dense)
+    return exact.float().eval()

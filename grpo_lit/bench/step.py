@@ -12,6 +12,7 @@ import csv
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -59,6 +60,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--completion-tokens", type=int, default=768, help="every completion has this length")
     made.add_argument("--steps", type=int, default=3, help="optimizer steps; the first warms up and is not counted")
     made.add_argument("--profile", action="store_true", help="also: device time of one more step by kind of kernel")
+    made.add_argument("--timeout", type=float, default=600, help="seconds a candidate may take")
     made.add_argument("--csv", type=Path, help="write every row with device, versions and date to this file")
     made.add_argument("--json", action="store_true", help="print the rows as JSON, and nothing else")
     made.add_argument("--cpu", action="store_true", help="on the CPU: shows that it works, measures nothing")
@@ -85,14 +87,16 @@ def main(argv: Sequence[str]) -> int:
     show = (lambda line: None) if options.json else (lambda line: print(line, flush=True))
     context = _context(options)
     show(_headline(options, context))
+    show(_titles())
     for name in options.candidates:
-        result = _run(name, list(argv))
+        result = _run(name, list(argv), options.timeout)
         if "error" in result:
             failed = True
             print(f"{name}: {result['error']}", file=sys.stderr, flush=True)
             continue
         rows.append({"candidate": name, **result, **context})
-    for line in _table(rows):
+        show(_line(rows[-1]))
+    for line in _notes(rows):
         show(line)
     if options.csv is not None and rows:
         options.csv.parent.mkdir(parents=True, exist_ok=True)
@@ -105,16 +109,27 @@ def main(argv: Sequence[str]) -> int:
     return int(failed or not rows)
 
 
-def _run(name: str, argv: list[str]) -> dict[str, Any]:
-    """A candidate in a process of its own: its peaks and its allocator are its own."""
+def _run(name: str, argv: list[str], timeout: float) -> dict[str, Any]:
+    """A candidate in a process of its own: its peaks and its allocator are its own. It ends with this one."""
     command = [sys.executable, "-m", "grpo_lit", "bench", "step", "--child", name, *argv]
-    done = subprocess.run(command, capture_output=True, text=True, env=dict(os.environ), check=False)
-    for line in done.stdout.splitlines():
+    with tempfile.TemporaryFile("w+") as out:
+        child = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=dict(os.environ))
+        before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+        try:
+            code: int | str = child.wait(timeout)
+        except subprocess.TimeoutExpired:
+            code = f"none after {timeout:.0f} s"
+        finally:
+            child.kill()
+            child.wait()
+            signal.signal(signal.SIGTERM, before)
+        out.seek(0)
+        lines = out.read().splitlines()
+    for line in lines:
         if line.startswith(_RESULT):
             result: dict[str, Any] = json.loads(line.removeprefix(_RESULT))
             return result
-    tail = (done.stderr.strip() or done.stdout.strip()).splitlines()[-12:]
-    return {"error": f"exit code {done.returncode}\n" + "\n".join(tail)}
+    return {"error": f"exit code {code}\n" + "\n".join(lines[-12:])}
 
 
 def _child(options: argparse.Namespace, extra: list[str]) -> int:
@@ -157,23 +172,30 @@ def _headline(options: argparse.Namespace, context: dict[str, object]) -> str:
     )
 
 
-def _table(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Seconds by phase and peaks, and each candidate relative to the last one, which is TRL if it ran."""
-    if not rows:
-        return []
-    lines = ["", f"{'':<12}" + "".join(f"{p:>11}" for p in (*PHASES, "step")) + f"{'train MiB':>11}{'peak MiB':>10}"]
-    lines[-1] += f"{'reserved':>10}"
+def _titles() -> str:
+    line = f"{'':<12}" + "".join(f"{phase:>11}" for phase in (*PHASES, "step"))
+    return "\n" + line + f"{'train MiB':>11}{'peak MiB':>10}{'reserved':>10}"
+
+
+def _line(row: dict[str, Any]) -> str:
+    """Seconds by phase and peaks of one candidate."""
+    cells = "".join(f"{row.get(f'{phase}_s') or 0.0:>10.3f}s" for phase in (*PHASES, "step"))
+    peaks = [row.get(name) or float("nan") for name in ("train_peak_mib", "peak_mib", "reserved_mib")]
+    return f"{row['candidate']:<12}{cells}{peaks[0]:>11.0f}{peaks[1]:>10.0f}{peaks[2]:>10.0f}"
+
+
+def _notes(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Each candidate relative to TRL if it ran, and kernels by kind."""
+    lines = []
+    trl = next((row for row in rows if row["candidate"] == "trl"), None)
     for row in rows:
-        cells = "".join(f"{row.get(f'{p}_s') or 0.0:>10.3f}s" for p in (*PHASES, "step"))
-        peaks = [row.get(name) or float("nan") for name in ("train_peak_mib", "peak_mib", "reserved_mib")]
-        lines.append(f"{row['candidate']:<12}{cells}{peaks[0]:>11.0f}{peaks[1]:>10.0f}{peaks[2]:>10.0f}")
-    last = rows[-1]
-    for row in rows[:-1] if last["candidate"] == "trl" else []:
-        ratios = [f"{what} {row[key] / last[key]:.2f}x" for what, key in (("step", "step_s"), ("train", "train_s"))]
-        if last.get("peak_mib") and row.get("peak_mib"):
-            ratios.append(f"peak memory {row['peak_mib'] / last['peak_mib']:.2f}x")
+        if trl is None or row is trl:
+            continue
+        ratios = [f"{what} {row[key] / trl[key]:.2f}x" for what, key in (("step", "step_s"), ("train", "train_s"))]
+        if trl.get("peak_mib") and row.get("peak_mib"):
+            ratios.append(f"peak memory {row['peak_mib'] / trl['peak_mib']:.2f}x")
         lines.append(f"{row['candidate']} against TRL: {', '.join(ratios)}")
     for row in rows:
         for kind, (milliseconds, launches) in (row.get("kernels") or {}).items():
-            lines.append(f"{row['candidate']} training, {kind:<24} {milliseconds:9.1f} ms {launches:7d} launches")
+            lines.append(f"{row['candidate']} training, {kind:<24} {milliseconds:9.1f} ms {launches:7d} kernels")
     return lines
