@@ -37,15 +37,15 @@ def data_findings(
         yield False, " ".join(str(error).split())
         return
     longest = data.longest_prompts[0]
-    if data.too_long:
-        rows = ", ".join(map(str, data.too_long))
-        yield (
-            True,
-            (
-                f"prompts too long: {len(data.too_long)} of {len(train)} exceed data.max_prompt_length="
-                f"{data.max_prompt_length} tokens and are left out (rows {rows})"
-            ),
-        )
+    for kind, sampled, long in (("", train, data.too_long), ("held-out ", val, data.too_long_held_out)):
+        if long:
+            yield (
+                True,
+                (
+                    f"{kind}prompts too long: {len(long)} of {len(sampled)} exceed data.max_prompt_length="
+                    f"{data.max_prompt_length} tokens and are left out (rows {', '.join(map(str, long))})"
+                ),
+            )
     yield True, f"longest training prompt kept: {longest} tokens"
     if data.sent_cache is not None:
         yield True, f"SENT cache {data.sent_cache}: made of these prompts with this model"

@@ -130,6 +130,7 @@ class MathDataModule(LightningDataModule):
         self.sent_epochs_per_stage = sent_epochs_per_stage
         self.seed = seed
         self.too_long: list[int] = []
+        self.too_long_held_out: list[int] = []
         self.fingerprint = ""
         self._rows: tuple[list[Row], list[Row]] | None = None
         self._train: list[Prompt] = []
@@ -189,17 +190,19 @@ class MathDataModule(LightningDataModule):
         if self._train:
             return
         train, val = self.load()
-        encoded = self._encode(train, encoder, list_too_long=True)
-        self._val = self._encode(val, encoder, list_too_long=False)
-        if self.too_long:
-            _log.warning(
-                "%d of %d training prompts exceed data.max_prompt_length=%s tokens and are left out: rows %s%s",
-                len(self.too_long),
-                len(train),
-                self.max_prompt_length,
-                ", ".join(map(str, self.too_long[:10])),
-                ", ..." if len(self.too_long) > 10 else "",
-            )
+        encoded = self._encode(train, encoder, self.too_long)
+        self._val = self._encode(val, encoder, self.too_long_held_out)
+        for kind, rows, long in (("training", train, self.too_long), ("held-out", val, self.too_long_held_out)):
+            if long:
+                _log.warning(
+                    "%d of %d %s prompts exceed data.max_prompt_length=%s tokens and are left out: rows %s%s",
+                    len(long),
+                    len(rows),
+                    kind,
+                    self.max_prompt_length,
+                    ", ".join(map(str, long[:10])),
+                    ", ... (grpo-lit check lists all)" if len(long) > 10 else "",
+                )
         if not encoded:
             raise UserError("data.max_prompt_length", self.max_prompt_length, "a length that some prompt has")
         self._use_difficulty(encoded, encoder, model)
@@ -325,7 +328,7 @@ class MathDataModule(LightningDataModule):
             return encoder.render_chat([{"role": m["role"], "content": m["content"]} for m in messages])
         return "\n\n".join(message["content"] for message in messages)
 
-    def _encode(self, rows: list[Row], encoder: PromptEncoder, *, list_too_long: bool) -> list[Prompt]:
+    def _encode(self, rows: list[Row], encoder: PromptEncoder, too_long: list[int]) -> list[Prompt]:
         prompts = []
         for row in rows:
             if "messages" in row and self.messages == "as_is":
@@ -334,8 +337,7 @@ class MathDataModule(LightningDataModule):
                 text = self.render(row["question"], encoder)
             ids = encoder.encode(text)
             if self.max_prompt_length is not None and len(ids) > self.max_prompt_length:
-                if list_too_long:
-                    self.too_long.append(row["index"])
+                too_long.append(row["index"])
                 continue
             prompts.append(Prompt(text, ids, dict(row)))
         return prompts

@@ -119,6 +119,12 @@ def test_long_prompts_are_listed_and_not_lost_in_silence(
     assert data.too_long == long
     assert f"{len(long)} of 169 training prompts" in caplog.text
     assert data.num_train_prompts == 169 - len(long)
+    held_out = MathDataModule(
+        "arithmetic", dataset_options={"high": 12}, val_prompts=60, prompt_template="{question}=", max_prompt_length=5
+    )
+    held_out.connect(encoder)
+    assert set(held_out.too_long_held_out) == set(long) - set(held_out.too_long)
+    assert f"{len(held_out.too_long_held_out)} of 60 held-out prompts" in caplog.text
 
 
 def test_templates_with_braces_are_literal(encoder: PromptEncoder) -> None:
