@@ -114,10 +114,11 @@ class LayerGraphs:
             where: the sequences.
         """
         checkpointing = self._decoder.checkpointing
-        trains = torch.is_grad_enabled()
-        if trains and (checkpointing is None or checkpointing.count != len(self._decoder.layers)):
-            return None
-        if checkpointing is not None and checkpointing.offload is not None:
+        if (
+            checkpointing is None
+            or checkpointing.count != len(self._decoder.layers)
+            or checkpointing.offload is not None
+        ):
             return None
         parameters = self._parameters()
         if parameters is None or not x.is_cuda or torch.cuda.is_current_stream_capturing():
@@ -125,7 +126,7 @@ class LayerGraphs:
         recording = self._find((len(x), len(where.lengths)), x, cos, parameters)
         if recording is None:
             return None
-        if trains:
+        if torch.is_grad_enabled():
             return _Graphed.apply(x, self, recording, cos, sin, where, *parameters)  # type: ignore[no-any-return]
         return self.replay(recording, x, cos, sin, where)
 
