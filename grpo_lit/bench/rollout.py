@@ -93,6 +93,7 @@ def main(argv: Sequence[str]) -> int:
                     for line in lines(breakdown(engine, *sizes)):
                         show(line)
                     engine.close()
+                    del engine  # it holds the policy
             del policy
             if device.type == "cuda":
                 torch.cuda.empty_cache()

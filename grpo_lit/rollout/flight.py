@@ -117,6 +117,7 @@ class Flight:
             self._buffers.cache,
             self._pool,
             [(self._prompts[group], self._groups[group]) for group in fresh],
+            one_by_one=self._buffers.fixed_slots is not None,
         )
         copies = [copy for _, index in chosen if (copy := self._take_pages(index)) is not None]
         device = self._buffers.page_table.device
@@ -182,6 +183,8 @@ class Flight:
 
     def _bucket(self, num_slots: int) -> int:
         """Slots that a step runs on: any number where nothing is recorded."""
+        if self._buffers.fixed_slots is not None:
+            return self._buffers.fixed_slots
         return self._buffers.plan.bucket(num_slots) if self._runner.use_graphs else num_slots
 
     # ---- steps --------------------------------------------------------------------------------------------------
@@ -248,7 +251,6 @@ class Flight:
         self._slots[slot] = None
         if row.stopped:  # the device does not know yet
             self._buffers.state.position[slot] = -1
-            self._buffers.state.length[slot] = 0
         self._pool.give(row.pages)
         group = self._groups[row.group]
         group.not_done -= 1

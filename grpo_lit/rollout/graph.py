@@ -24,7 +24,7 @@ from grpo_lit.rollout.flight import Flight
 from grpo_lit.rollout.graph_runner import DecodeBuffers, GraphRunner
 from grpo_lit.rollout.hf import eos_token_ids
 from grpo_lit.rollout.model_reader import ModelSpec, read_model
-from grpo_lit.rollout.plan import RolloutPlan, free_bytes, plan_rollout
+from grpo_lit.rollout.plan import MAX_ROWS, RolloutPlan, free_bytes, plan_rollout
 from grpo_lit.rollout.sampling import uniforms
 from grpo_lit.rollout.stats import RolloutStats, copy_bandwidth
 from grpo_lit.rollout.stops import AnswerStop
@@ -185,7 +185,7 @@ class GraphEngine:
             return self._held[1], self._held[2]
         self.release()
         device = self.policy.device
-        buffers = DecodeBuffers(plan, spec.cache, device)
+        buffers = DecodeBuffers(plan, spec.cache, device, self._fixed_slots(spec))
         self.cache_bytes = buffers.cache.storage.nbytes
         eos = torch.tensor(self.eos_token_ids, device=device)
         rotary = rotary_tables(self.policy, plan.num_positions)
@@ -193,6 +193,15 @@ class GraphEngine:
         runner = GraphRunner(step, buffers, self._warm, use_graphs=self.use_graphs)
         self._held = (key, buffers, runner)
         return buffers, runner
+
+    def _fixed_slots(self, spec: ModelSpec) -> int | None:
+        """Slots of every step in float32 on CUDA; None elsewhere.
+
+        A product's rounding depends on the number of rows it is computed for, and a draw from the tail of a large
+        vocabulary flips at a difference of 1e-5. With one number for all steps a row is the same to the last bit
+        whatever else is in flight; in 16 bits, where rounding is coarser than that anyway, speed goes first.
+        """
+        return MAX_ROWS if self._on_cuda and spec.cache.dtype == torch.float32 else None
 
     def _assemble(self, prompts: Sequence[Sequence[int]], flight: Flight, buffers: DecodeBuffers) -> Rollout:
         device = self.policy.device

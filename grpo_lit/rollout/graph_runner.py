@@ -22,10 +22,14 @@ class DecodeBuffers:
         state: slots and rows, see `RowState`.
         status: (2, S) int32, the state's positions and counts side by side: all that the host needs to see.
         page_table: (S, P) int32.
+        fixed_slots: number of slots that every step runs on, or None where it follows the rows in flight.
     """
 
-    def __init__(self, plan: RolloutPlan, shape: CacheShape, device: torch.device) -> None:
-        slots = -(-plan.num_slots // 16) * 16  # whole 64-byte lines, so that every view is aligned alike
+    def __init__(
+        self, plan: RolloutPlan, shape: CacheShape, device: torch.device, fixed_slots: int | None = None
+    ) -> None:
+        self.fixed_slots = fixed_slots
+        slots = fixed_slots or -(-plan.num_slots // 16) * 16  # whole 64-byte lines, so every view is aligned alike
         rows, width = plan.num_rows + 1, plan.max_new_tokens
         self.plan = plan
         self.cache = KVCache(shape, plan.num_pages, device)

@@ -27,7 +27,7 @@ class RolloutPlan:
         num_rows: N, rows of the whole rollout.
         max_new_tokens: T.
         num_slots: S, rows in flight at once.
-        pages_per_row: P, columns of the page table.
+        pages_per_row: P, columns of the page table: pages of the longest row, rounded up to a multiple of 4.
         num_pages: pages of the cache, the one that pads page tables included.
         num_positions: positions of the longest row.
     """
@@ -81,8 +81,7 @@ def plan_rollout(
     num_slots = max(1, min(num_rows, batch_size or num_rows, MAX_ROWS))
 
     def num_pages(slots: int) -> int:
-        # Each slot may be in a group of its own, and one group more may be admitted only in part.
-        return 1 + slots * private + sum(shared[: slots + 1])
+        return 1 + slots * private + sum(shared[:slots])  # each slot may be in a group of its own
 
     def num_bytes(slots: int) -> float:
         return num_pages(slots) * shape.page_bytes + 12.0 * slots * vocab_size  # logits in float32, and copies
@@ -90,7 +89,8 @@ def plan_rollout(
     while num_slots > 1 and num_bytes(num_slots) > budget_bytes:
         num_slots -= 1
     longest = max((group.prompt_length for group in groups), default=1) - 1 + max_new_tokens
-    return RolloutPlan(num_rows, max_new_tokens, num_slots, pages_for(longest), num_pages(num_slots), longest)
+    columns = -(-pages_for(longest) // 4) * 4  # attention is compiled by this width: few different ones
+    return RolloutPlan(num_rows, max_new_tokens, num_slots, columns, num_pages(num_slots), longest)
 
 
 def free_bytes(device: torch.device) -> float:

@@ -35,7 +35,14 @@ class _PageWriter(DynamicCache):
         return key_states, value_states
 
 
-def prefill(policy: Policy, cache: KVCache, pool: PagePool, groups: Sequence[tuple[Sequence[int], GroupPages]]) -> None:
+def prefill(
+    policy: Policy,
+    cache: KVCache,
+    pool: PagePool,
+    groups: Sequence[tuple[Sequence[int], GroupPages]],
+    *,
+    one_by_one: bool = False,
+) -> None:
     """Fill the shared pages of prompts with all their tokens but the last, which the first decode step feeds.
 
     Rows are padded on the right: causal attention never looks there, so no mask is needed.
@@ -45,6 +52,7 @@ def prefill(policy: Policy, cache: KVCache, pool: PagePool, groups: Sequence[tup
         cache: written.
         pool: pages are taken from it.
         groups: token ids and page record of each prompt.
+        one_by_one: each prompt in a forward of its own, so that its company cannot change its rounding.
     """
     todo = []
     for prompt, record in groups:
@@ -52,7 +60,7 @@ def prefill(policy: Policy, cache: KVCache, pool: PagePool, groups: Sequence[tup
         if pages:
             todo.append((list(prompt[:-1]), pages))
     todo.sort(key=lambda item: len(item[0]))
-    for batch in _batches(todo):
+    for batch in [[item] for item in todo] if one_by_one else _batches(todo):
         width = len(batch[-1][0])
         ids = torch.tensor([row + [0] * (width - len(row)) for row, _ in batch])
         table = torch.tensor([pages + [0] * (pages_for(width) - len(pages)) for _, pages in batch])

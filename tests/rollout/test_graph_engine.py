@@ -22,6 +22,7 @@ from grpo_lit.model_source import resolve_model_source
 from grpo_lit.policy import Policy, PolicyConfig, load_policy
 from grpo_lit.prompts import PromptEncoder, load_tokenizer
 from grpo_lit.rollout import HFEngine, Rollout, RolloutConfig, SamplingConfig, build_engine, row_keys
+from grpo_lit.rollout.flight import Flight
 from grpo_lit.rollout.graph import GraphEngine
 from grpo_lit.rollout.model_reader import UnsupportedModel
 from grpo_lit.rollout.pages import PAGE
@@ -176,6 +177,22 @@ def test_steps_are_few_and_shrink_with_the_rows(tiny_llama: Path) -> None:
     assert sizes == [sum(length > step for length in lengths) for step in range(len(sizes))]
 
 
+def test_fixed_slots_change_no_row(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What float32 does on CUDA: every step on the same number of slots, every prompt prefilled alone."""
+    policy, tokenizer = load(tiny_llama)
+    sampling = SamplingConfig(max_completion_length=9)
+    wanted = GraphEngine(policy, tokenizer).generate(PROMPTS, COUNTS, KEYS, sampling)
+    rows = []
+    for slots in (None, 3):
+        engine = GraphEngine(policy, tokenizer, batch_size=slots)
+        monkeypatch.setattr(engine, "_fixed_slots", lambda spec: 16)
+        rows.append(engine.generate(PROMPTS, COUNTS, KEYS, sampling))
+        assert_same_rows(wanted, rows[-1])
+        assert engine._held is not None
+        assert engine._held[1].fixed_slots == 16
+    assert torch.equal(rows[0].logprobs, rows[1].logprobs), "to the last bit"
+
+
 def test_nf4_base_with_live_adapters(tiny_llama: Path) -> None:
     pytest.importorskip("bitsandbytes")
     policy, tokenizer = load(tiny_llama, quantization="nf4")
@@ -196,6 +213,9 @@ def test_an_optimizer_step_is_seen_at_once(tiny_llama: Path) -> None:
     after = engine.generate(PROMPTS, COUNTS, KEYS, sampling)
     assert not torch.equal(before.logprobs[:, :1], after.logprobs[:, :1])
     assert_same_rows(HFEngine(policy, tokenizer).generate(PROMPTS, COUNTS, KEYS, sampling), after)
+    for other in (SamplingConfig(temperature=0.0, max_completion_length=6), SamplingConfig(0.5, 0.8, 5, 0.01, 6)):
+        wanted = HFEngine(policy, tokenizer).generate(PROMPTS, COUNTS, KEYS, other)
+        assert_same_rows(wanted, engine.generate(PROMPTS, COUNTS, KEYS, other))
 
 
 class _Injected(Exception):
@@ -231,9 +251,16 @@ def test_a_fault_leaves_nothing_behind_and_a_repetition_gives_the_same_rows(
     assert_same_rows(wanted, engine.generate(PROMPTS, COUNTS, KEYS, sampling))
 
 
-def test_release_frees_and_progress_counts(tiny_llama: Path) -> None:
+def test_release_frees_and_progress_counts(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     policy, tokenizer = load(tiny_llama)
     engine = GraphEngine(policy, tokenizer, batch_size=4)
+    flights: list[Flight] = []
+
+    def keep(*args: Any, **kwargs: Any) -> Flight:
+        flights.append(Flight(*args, **kwargs))
+        return flights[-1]
+
+    monkeypatch.setattr("grpo_lit.rollout.graph.Flight", keep)
     told: list[tuple[int, int]] = []
     rollout = engine.generate(
         PROMPTS, COUNTS, KEYS, SamplingConfig(max_completion_length=8), lambda rows, tokens: told.append((rows, tokens))
@@ -241,6 +268,7 @@ def test_release_frees_and_progress_counts(tiny_llama: Path) -> None:
     assert told == sorted(told)
     assert told[-1] == (rollout.num_rows, int(rollout.lengths.sum()))
     assert engine.stats.num_tokens == told[-1][1]
+    assert flights[0]._pool.num_free == flights[0]._buffers.plan.num_pages - 1, "every page came back"
     assert engine._held is not None
     engine.release()
     assert engine._held is None

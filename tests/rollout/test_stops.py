@@ -74,6 +74,8 @@ def test_both_engines_end_rows_there_and_nothing_else_changes(check_every: int, 
     hf = HFEngine(policy, tokenizer, batch_size=50).generate(prompts, [count, count], keys, stopped)
     graph = GraphEngine(policy, tokenizer, batch_size=30, check_every=check_every)
     ours = graph.generate(prompts, [count, count], keys, stopped)
+    assert graph._held is not None
+    assert (graph._held[1].state.position == -1).all(), "a row that stopped must not go on in its freed pages"
     rule = AnswerStop(tokenizer, "boxed")
     num_stopped = 0
     for row, (ids, length) in enumerate(zip(plain.completion_ids.tolist(), plain.lengths.tolist(), strict=True)):
