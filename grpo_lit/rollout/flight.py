@@ -95,6 +95,7 @@ class Flight:
         while not all(row.done for row in self.rows):
             self._admit()
             issued = self._issue()
+            assert issued or self._pending, "a row that was given all its steps has ended"
             while len(self._pending) > (self._depth if issued else 0):
                 self._observe(self._pending.popleft())
             self._compact()
