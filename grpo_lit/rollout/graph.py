@@ -37,7 +37,8 @@ class GraphEngine:
         policy: the policy; its adapters are live.
         tokenizer: for the pad and EOS tokens.
         batch_size: rows in flight at once; None takes as many as fit.
-        check_every: steps queued between two looks at how far the rows are; None is 8 on CUDA and 1 on the CPU.
+        check_every: steps queued between two looks at how far the rows are; None is 1 on the CPU, and on CUDA up to
+            8, less for short completions, whose slots should not lie idle for long.
         use_graphs: record steps in CUDA graphs; None does on CUDA.
         impl: of every op, "triton" or "torch"; None picks by device.
 
@@ -61,7 +62,7 @@ class GraphEngine:
         self.policy = policy
         self.tokenizer = tokenizer
         self.batch_size: int | None = batch_size
-        self.check_every = check_every or (8 if on_cuda else 1)
+        self.check_every = check_every
         self.depth = 1 if on_cuda else 0
         self.use_graphs = on_cuda if use_graphs is None else use_graphs
         self.impl = impl
@@ -161,7 +162,7 @@ class GraphEngine:
             prompts,
             counts,
             stop=None if sampling.stop_at is None else AnswerStop(self.tokenizer, sampling.stop_at),
-            check_every=self.check_every,
+            check_every=self.check_every or (min(8, max(1, plan.max_new_tokens // 16)) if self._on_cuda else 1),
             depth=self.depth,
             progress=progress,
         )
