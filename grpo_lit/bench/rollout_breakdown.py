@@ -59,13 +59,14 @@ def breakdown(
     Kernels run one after the other here; in use the start of one overlaps the end of the last.
 
     Args:
-        engine: tells its progress every `num_steps` steps.
+        engine: the graph engine.
         rows: in flight.
         num_tokens: of each row.
         prompt_tokens: of each prompt.
         vocab: size of the vocabulary.
-        num_steps: steps between two calls of the engine's progress.
+        num_steps: steps profiled.
     """
+    engine.check_every = num_steps  # type: ignore[attr-defined]
     window = _Window(rows * num_tokens // 2, num_steps)
     with _no_overlap():
         generate(engine, rows, 16, prompt_tokens, vocab)  # compile
