@@ -88,3 +88,38 @@ def test_first_update_of_two_gpus_is_that_of_one(layout: str, tiny_llama: Path, 
     difference = largest_relative_difference(tmp_path / "two", tmp_path / "one")
     print(f"{layout}: largest relative difference of an adapter matrix {difference:.2e}")
     assert difference < 1e-5
+
+
+def test_memory_runs_out_on_one_rank_and_both_replay(tiny_llama: Path, tmp_path: Path) -> None:
+    passes = ("--model.ppo_passes=2", "--trainer.max_steps=2", *TWO)
+    calm = fit(tmp_path / "calm", tiny_llama, *passes)
+    fault = (
+        "--trainer.callbacks+=grpo_lit.testing.FaultInjector",
+        "--trainer.callbacks.phase=train",
+        "--trainer.callbacks.at=50",
+        "--trainer.callbacks.rank=1",
+        "--trainer.callbacks.times=2",
+    )
+    faulty = fit(tmp_path / "faulty", tiny_llama, *passes, *fault)
+    assert faulty[-1]["oom/replays"] >= 1
+    assert [line["step"] for line in faulty] == [line["step"] for line in calm]
+    # weights are hashed across ranks after every optimizer step: a difference would have ended the run
+    difference = largest_relative_difference(tmp_path / "faulty", tmp_path / "calm")
+    print(f"largest relative difference after a replay on both ranks {difference:.2e}")
+    assert difference < 1e-4  # four optimizer steps, each on the rounding of the one before
+
+
+def test_evaluations_on_two_ranks_end(tiny_llama: Path, tmp_path: Path) -> None:
+    evaluation = (
+        "--trainer.callbacks+=grpo_lit.callbacks.VLLMEvaluation",
+        '--trainer.callbacks.datasets={"sums": {"name": "arithmetic", "prompt_template": "{question}="}}',
+        "--trainer.callbacks.every_n_rollout_steps=1",
+        "--trainer.callbacks.max_completion_length=5",
+        "--trainer.callbacks.limit=9",
+    )
+    root = tmp_path / "evaluated"
+    fit(root, tiny_llama, *TWO, *evaluation)
+    scores = [json.loads(line) for line in (root / "evaluation" / "scores.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in scores] == [1]
+    answers = (root / "evaluation" / "step_000001" / "generations.jsonl").read_text().splitlines()
+    assert sorted(json.loads(line)["example"] for line in answers) == list(range(9))
