@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from grpo_lit import distributed
 from grpo_lit.distributed import (
+    bit_hash,
     check_parameter_hash,
     flat_all_reduce,
     gather_rows,
@@ -126,3 +128,35 @@ def test_hash_of_a_strided_view_is_that_of_its_values() -> None:
 def test_hash_takes_every_dtype() -> None:
     digests = {parameter_hash([torch.ones(4).to(dtype)]) for dtype in (torch.bfloat16, torch.float16, torch.int8)}
     assert len(digests) == 3
+
+
+def splitmix64(state: int) -> int:
+    """The finalizer as published, in Python's integers."""
+    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
+    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) % 2**64
+    return state ^ (state >> 31)
+
+
+def test_bit_hash_is_the_sum_that_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    tensors = [torch.randn(5, 3), torch.randn(7).bfloat16(), torch.tensor([-1, 2**31 - 1, -(2**31)], dtype=torch.int32)]
+    words = [int(word) for tensor in tensors[::2] for word in tensor.reshape(-1).view(torch.int32)]
+    padded = torch.cat([tensors[1], tensors[1].new_zeros(1)]).view(torch.int32).tolist()
+    words[15:15] = padded
+    golden = 0x9E3779B97F4A7C15
+    expected = sum(splitmix64((word + (place + 1) * golden) % 2**64) for place, word in enumerate(words)) % 2**64
+    assert bit_hash(tensors) % 2**64 == expected
+    monkeypatch.setattr(distributed, "_CHUNK", 4)
+    assert bit_hash(tensors) % 2**64 == expected, "however it is cut into chunks"
+
+
+def test_bit_hash_sees_every_bit_and_the_order() -> None:
+    weights = torch.arange(64.0)
+    seen = {bit_hash([weights]), bit_hash([weights.flip(0)]), bit_hash([weights[:63]]), bit_hash([-weights])}
+    for place in range(64):
+        for bit in (0, 9, 22, 30, 31):
+            changed = weights.clone()
+            changed.view(torch.int32)[place] ^= -(2**31) if bit == 31 else 1 << bit
+            seen.add(bit_hash([changed]))
+    assert len(seen) == 4 + 64 * 5
+    assert bit_hash([weights[:32], weights[32:]]) == bit_hash([weights])

@@ -23,9 +23,11 @@ from grpo_lit.lora import LoRAConfig
 from grpo_lit.loss import LossConfig
 from grpo_lit.module import GRPOModule, ValidationConfig
 from grpo_lit.oom import is_out_of_memory, shortage
+from grpo_lit.passes import Passes
 from grpo_lit.phases import PhaseListener
 from grpo_lit.policy import PolicyConfig
 from grpo_lit.rollout import RolloutConfig, SamplingConfig
+from grpo_lit.snapshot import OptimizerSnapshot
 from grpo_lit.testing import FaultInjector
 
 REWARDS = '''
@@ -242,6 +244,64 @@ def test_on_cuda_with_the_allocators_own_errors(engine: str, model: Path, tmp_pa
             run = Run(model, tmp_path / f"{reduction} {name}", OOMReplay(), *faults, loss=loss, **options)
             assert [fault.raised for fault in faults] == [fault.times for fault in faults], name
             run.equals(whole)
+
+
+class LostLogprobs(PhaseListener, Callback):
+    """Spoils the old log-probs when memory runs out: a replay at other shapes must not use them."""
+
+    def __init__(self) -> None:
+        self.passes: list[Passes] = []
+
+    def on_out_of_memory(self, *args: Any) -> bool:
+        self.passes[-1].old.fill_(-1.0)
+        return False
+
+
+def test_old_logprobs_are_made_anew_from_the_first_weights(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoiler = LostLogprobs()
+    original = Passes.__init__
+
+    def init(self: Passes, *args: Any) -> None:
+        original(self, *args)
+        spoiler.passes.append(self)
+
+    monkeypatch.setattr(Passes, "__init__", init)
+    fault = FaultInjector("train", at=1, event="forward", occurrence=3)
+    whole = Run(model, tmp_path / "whole", ppo_passes=4)
+    run = Run(model, tmp_path / "run", spoiler, OOMReplay(), fault, ppo_passes=4)
+    assert fault.raised == 1
+    run.equals(whole)
+
+
+class CountingSGD(torch.optim.SGD):
+    """Keeps a plain number in its state, as some optimizers do, and fails once it has counted."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["count"] = self.state[parameter].get("count", 0) + 1
+                group["lr"] *= 2
+        if self.param_groups[0].pop("fails", False):
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return super().step(closure)
+
+
+def test_numbers_in_an_optimizers_state_are_put_back_too() -> None:
+    parameter = torch.nn.Parameter(torch.ones(3))
+    optimizer = CountingSGD([parameter], lr=0.5, momentum=0.9)
+    for expected in ({}, {"count": 1}):
+        parameter.grad = torch.ones(3)
+        before = OptimizerSnapshot(optimizer, [parameter])
+        rate = optimizer.param_groups[0]["lr"]
+        optimizer.param_groups[0]["fails"] = True
+        with pytest.raises(torch.OutOfMemoryError):
+            optimizer.step()
+        before.restore()
+        assert optimizer.param_groups[0]["lr"] == rate
+        assert {k: v for k, v in optimizer.state.get(parameter, {}).items() if k == "count"} == expected
+        optimizer.step()
 
 
 def test_one_row_is_tried_twice_and_then_the_run_ends_with_the_reason(model: Path, tmp_path: Path) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import random
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer, seed_everything
@@ -49,6 +51,7 @@ class SmallDevice(Callback):
 
         def limited(prompt_ids: Any, prompt_mask: Any, completion_ids: Any, *args: Any, **kwargs: Any) -> Any:
             if torch.is_grad_enabled():
+                torch.rand(1), random.random(), np.random.random()  # as a model with noise would
                 tokens = len(prompt_ids) * (prompt_ids.shape[1] + completion_ids.shape[1])
                 if BASE + PER_TOKEN * tokens > self.limit:
                     self.errors += 1

@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch import Callback, Trainer, seed_everything
 from torch import Tensor
 
+from grpo_lit import policy as policy_module
 from grpo_lit.callbacks import EntropyMask
 from grpo_lit.datamodules import MathDataModule
 from grpo_lit.errors import UserError
@@ -18,7 +19,7 @@ from grpo_lit.lora import LoRAConfig
 from grpo_lit.loss import LossConfig, grpo_loss
 from grpo_lit.module import GRPOModule
 from grpo_lit.passes import Passes
-from grpo_lit.policy import PolicyConfig
+from grpo_lit.policy import Policy, PolicyConfig
 from grpo_lit.rollout import RolloutConfig, SamplingConfig
 from grpo_lit.step import TrainingBatch
 
@@ -37,7 +38,7 @@ def run(
     model: Path, root: Path, callbacks: list[Any], monkeypatch: pytest.MonkeyPatch, **kwargs: Any
 ) -> dict[str, Any]:
     """One step; the batch before the mask, the passes, the gradients and how many tokens each head call scored."""
-    seen: dict[str, Any] = {"scored": []}
+    seen: dict[str, Any] = {"scored": [], "widths": []}
     original = Passes.__init__
 
     def init(self: Passes, module: GRPOModule, training: TrainingBatch) -> None:
@@ -65,18 +66,24 @@ def run(
         callbacks=[*callbacks, watch],
     )  # fmt: skip
 
-    class Spy(Callback):
-        def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-            score = pl_module.live_policy.score
+    head = policy_module.linear_logprobs
 
-            def counted(*args: Any, **kw: Any) -> Any:
-                if torch.is_grad_enabled():
-                    seen["scored"].append((int(kw["scored"].sum()), args[2].shape[1]))
-                return score(*args, **kw)
+    def counted(hidden: Tensor, weight: Tensor, ids: Tensor, **kw: Any) -> Any:
+        if torch.is_grad_enabled():
+            seen["scored"].append(len(ids))
+        return head(hidden, weight, ids, **kw)
 
-            pl_module.live_policy.score = counted
+    monkeypatch.setattr(policy_module, "linear_logprobs", counted)
+    score = Policy.score
 
-    trainer.callbacks.append(Spy())  # type: ignore[attr-defined]
+    def watched(
+        self: Policy, prompt_ids: Tensor, prompt_mask: Tensor, completion_ids: Tensor, *rest: Any, **kw: Any
+    ) -> Any:
+        if torch.is_grad_enabled():
+            seen["widths"].append(completion_ids.shape[1])
+        return score(self, prompts, mask, completion_ids, *rest, **kw)
+
+    monkeypatch.setattr(Policy, "score", watched)
     trainer.fit(module, datamodule=data)
     return {**seen, "gradients": watch.gradients, "module": module}
 
@@ -121,6 +128,7 @@ def test_gradient_is_that_of_the_kept_tokens_alone(
             own = torch.where(counted[row], entropy[row], -1.0)
             expected[row, own.topk(min(2, int(counted[row].sum()))).indices] = True
     assert torch.equal(kept, expected)
+    assert not bool(after.weights[~kept].any())
     if row_weight == "preserve":
         assert torch.allclose(after.weights.sum(1), before.weights.sum(1), rtol=1e-5)
     else:
@@ -140,9 +148,9 @@ def test_dropped_tokens_skip_the_output_layer_and_a_tail_the_whole_model(
     found = run(tiny_llama, tmp_path, [EntropyMask(keep=0.1)], monkeypatch, micro_batch_size=1)
     kept = found["passes"].training.loss_mask
     rows = [row for row in kept if row.any()]
-    assert sum(tokens for tokens, _ in found["scored"]) == int(kept.sum())
+    assert sum(found["scored"]) == int(kept.sum())
     # a row goes no further than its last kept token, and one without any not at all
-    assert sorted(width for _, width in found["scored"]) == sorted(int(row.nonzero().max()) + 1 for row in rows)
+    assert sorted(found["widths"]) == sorted(int(row.nonzero().max()) + 1 for row in rows)
     assert len(rows) < len(kept)
 
 
