@@ -91,28 +91,6 @@ class MathDataModule(LightningDataModule):
         seed: int = 42,
     ) -> None:
         super().__init__()
-        for name, number, least, what in (
-            ("prompts_per_step", prompts_per_step, 1, "at least 1 prompt"),
-            ("val_prompts", val_prompts, 0, "0 (no validation) or more held-out rows"),
-            ("val_batch_size", val_batch_size, 1, "at least 1 prompt"),
-            ("sent_stages", sent_stages, 1, "at least 1 stage"),
-            ("sent_epochs_per_stage", sent_epochs_per_stage, 1, "at least 1 epoch"),
-        ):
-            if number < least:
-                raise UserError(f"data.{name}", number, what)
-        if max_prompt_length is not None and max_prompt_length < 1:
-            raise UserError("data.max_prompt_length", max_prompt_length, "at least 1 token, or null for no limit")
-        if val_on_train and (val_path or val_split or val_dataset):
-            given = {"val_path": val_path, "val_split": val_split, "val_dataset": val_dataset}
-            name = next(name for name, value in given.items() if value)
-            raise UserError(f"data.{name}", given[name], "null with data.val_on_train=true")
-        if "{question}" not in prompt_template:
-            raise UserError("data.prompt_template", prompt_template, "a text that contains {question}")
-        if sent_stage is not None and sent_cache is None:
-            raise UserError("data.sent_stage", sent_stage, "null without data.sent_cache")
-        if sent_stage is not None and not 1 <= sent_stage <= sent_stages:
-            raise UserError("data.sent_stage", sent_stage, f"from 1 to data.sent_stages={sent_stages}, or null")
-        dataset_spec(dataset, columns)
         self.dataset, self.path, self.split, self.columns = dataset, path, split, columns
         self.val_dataset, self.val_path, self.val_split = val_dataset, val_path, val_split
         self.dataset_options = dataset_options
@@ -137,6 +115,33 @@ class MathDataModule(LightningDataModule):
         self._val: list[Prompt] = []
         self._sent: list[int] = []
         self._pass_rates: list[float] = []
+        self._check_settings()
+
+    def _check_settings(self) -> None:
+        """Refuse what can't be, before anything is read."""
+        for name, number, least, what in (
+            ("prompts_per_step", self.prompts_per_step, 1, "at least 1 prompt"),
+            ("val_prompts", self.val_prompts, 0, "0 (no validation) or more held-out rows"),
+            ("val_batch_size", self.val_batch_size, 1, "at least 1 prompt"),
+            ("sent_stages", self.sent_stages, 1, "at least 1 stage"),
+            ("sent_epochs_per_stage", self.sent_epochs_per_stage, 1, "at least 1 epoch"),
+        ):
+            if number < least:
+                raise UserError(f"data.{name}", number, what)
+        if self.max_prompt_length is not None and self.max_prompt_length < 1:
+            raise UserError("data.max_prompt_length", self.max_prompt_length, "at least 1 token, or null for no limit")
+        if self.val_on_train and (self.val_path or self.val_split or self.val_dataset):
+            given = {"val_path": self.val_path, "val_split": self.val_split, "val_dataset": self.val_dataset}
+            name = next(name for name, value in given.items() if value)
+            raise UserError(f"data.{name}", given[name], "null with data.val_on_train=true")
+        if "{question}" not in self.prompt_template:
+            raise UserError("data.prompt_template", self.prompt_template, "a text that contains {question}")
+        if self.sent_stage is not None and self.sent_cache is None:
+            raise UserError("data.sent_stage", self.sent_stage, "null without data.sent_cache")
+        if self.sent_stage is not None and not 1 <= self.sent_stage <= self.sent_stages:
+            accepted = f"from 1 to data.sent_stages={self.sent_stages}, or null"
+            raise UserError("data.sent_stage", self.sent_stage, accepted)
+        dataset_spec(self.dataset, self.columns)
 
     # ---- rows ---------------------------------------------------------------------------------------------------
 
