@@ -52,6 +52,7 @@ FIT = [
     "--model.rollout.group_size=4",
     "--model.rollout.sampling.max_completion_length=12",
     "--model.lr_schedule.warmup_steps=0",
+    "--model.loss.rollout_correction=token_truncate",
     "--data.prompts_per_step=4",
     "--data.val_prompts=0",
 ]

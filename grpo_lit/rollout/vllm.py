@@ -17,6 +17,7 @@ import atexit
 import time
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -78,7 +79,6 @@ class VLLMEngine:
         self.batch_size: int | None = batch_size
         self.eos_token_ids = list(stop_ids)
         self.pad_token_id = int(tokenizer.pad_token_id)  # type: ignore[arg-type]
-        self.adapter: Adapter | None = None
         self.last_probe: ProbeReport | None = None
         self.handover_seconds = 0.0
         self._folders: AdapterFolders | None = None
@@ -93,7 +93,8 @@ class VLLMEngine:
             self._probe = AdapterProbe(
                 policy, backend, tolerance=tolerance, stop_ids=self.eos_token_ids, pad_token_id=self.pad_token_id
             )
-        self._end = weakref.finalize(self, _close, backend, self._folders)
+        self._loaded: list[Adapter] = []  # at most one
+        self._end = weakref.finalize(self, _close, backend, self._loaded, self._folders)
         atexit.register(self._end)
 
     # ---- the protocol ---------------------------------------------------------------------------------------------
@@ -131,7 +132,7 @@ class VLLMEngine:
             )
         finished = [row for row in rows if row is not None]
         assert len(finished) == len(groups), "vLLM returned too few rows"
-        return self._assemble(prompts, groups, finished, sampling.max_completion_length)
+        return self._assemble(prompts, groups, finished)
 
     def release(self) -> None:
         """Put a colocated engine to sleep; it wakes by itself."""
@@ -144,9 +145,6 @@ class VLLMEngine:
 
     def close(self) -> None:
         """End a colocated engine and remove the adapter's folders; a server loses our adapter and goes on."""
-        if self._end.alive and self.adapter is not None and self._folders is not None:
-            self.backend.unload(self.adapter)
-            self.adapter = None
         self._end()
 
     def step_metrics(self) -> dict[str, float]:
@@ -164,6 +162,21 @@ class VLLMEngine:
 
     # ---- adapters -------------------------------------------------------------------------------------------------
 
+    @property
+    def adapter(self) -> Adapter | None:
+        """The version that vLLM answers with; None for the base."""
+        return self._loaded[0] if self._loaded else None
+
+    def _switch(self, adapter: Adapter | None) -> Adapter | None:
+        """Have vLLM answer with this one; the one before, forgotten first, so that it needs room for one only."""
+        before = self._loaded.pop() if self._loaded else None
+        if before is not None:
+            self.backend.unload(before)
+        if adapter is not None:
+            self.backend.load(adapter)
+            self._loaded.append(adapter)
+        return before
+
     def use_adapter(self, folder: str | Path | None) -> None:
         """Answer with a PEFT LoRA folder over the base, or with the base alone; for engines without a policy.
 
@@ -173,24 +186,18 @@ class VLLMEngine:
         assert self._probe is None, "this engine follows its policy"
         if folder is not None:
             read_adapter_config(folder, argument="adapter")
-        before, self.adapter = self.adapter, None
-        if before is not None:
-            self.backend.unload(before)
-        if folder is not None:
-            self._number += 1
-            path = Path(folder).resolve()
-            adapter = Adapter(f"{path.name}-{self._number}-{time.time_ns()}", self._number, path)
-            self._wake()
-            self.backend.load(adapter)
-            self.adapter = adapter
-
-    def _wake(self) -> None:
         self.backend.wake()
+        if folder is None:
+            self._switch(None)
+            return
+        self._number += 1
+        path = Path(folder).resolve()
+        self._switch(Adapter(f"{path.name}-{self._number}-{time.time_ns()}", self._number, path))
 
     def _ready(self, prompts: Sequence[Sequence[int]], sampling: SamplingConfig) -> None:
         """Awake, with the policy's current adapter, and checked."""
         start = time.perf_counter()
-        self._wake()
+        self.backend.wake()
         if self._probe is None:
             return
         # What weights_changed was not told of (a checkpoint that was loaded) shows in the tensors' own counters.
@@ -209,14 +216,9 @@ class VLLMEngine:
             if self._seen is not None:
                 raise SystemFault("vLLM can't follow: the policy's own weights changed, and it is handed adapters only")
             return  # the base is all there is, and the probe sees whether it is the right one
-        before = self.adapter
-        adapter = self._folders.write(self.policy.model, base_model=self.policy.source.spec)
-        if before is not None:  # first, so that vLLM needs room for one adapter only
-            self.adapter = None
-            self.backend.unload(before)
+        before = self._switch(self._folders.write(self.policy.model, base_model=self.policy.source.spec))
+        if before is not None:
             self._folders.remove(before)
-        self.backend.load(adapter)
-        self.adapter = adapter
 
     def _versions(self) -> object:
         assert self.policy is not None
@@ -231,9 +233,7 @@ class VLLMEngine:
         thinking = [stop.thinking(prompt) for prompt in prompts]
         return lambda row, ids, num_checked: stop.length(ids, num_checked, thinking=thinking[row])
 
-    def _assemble(
-        self, prompts: Sequence[Sequence[int]], groups: list[int], rows: list[Sampled], max_length: int
-    ) -> Rollout:
+    def _assemble(self, prompts: Sequence[Sequence[int]], groups: list[int], rows: list[Sampled]) -> Rollout:
         device = self.policy.device if self.policy is not None else torch.device("cpu")
         prompt_ids, prompt_mask = left_pad([prompts[group] for group in groups], self.pad_token_id)
         shape = (len(rows), max((len(row.ids) for row in rows), default=1))
@@ -258,7 +258,11 @@ class VLLMEngine:
         )
 
 
-def _close(backend: VLLMBackend, folders: AdapterFolders | None) -> None:
+def _close(backend: VLLMBackend, loaded: list[Adapter], folders: AdapterFolders | None) -> None:
+    for adapter in loaded:
+        with suppress(Exception):  # it may be gone already
+            backend.unload(adapter)
+    loaded.clear()
     backend.close()
     if folders is not None:
         folders.close()

@@ -1,14 +1,19 @@
-"""Child processes that must not outlive this one, however it ends."""
+"""An engine's processes and this one: neither may outlive the other unnoticed."""
 
 from __future__ import annotations
 
 import os
+import queue
+import select
 import subprocess
+import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
+_POLL_MS = 500
 _SCRIPT = 'read -r _; kill -TERM "$@" 2>/dev/null; sleep 3; kill -KILL "$@" 2>/dev/null'
 
 
@@ -41,6 +46,58 @@ def _stand_down(shell: subprocess.Popen[bytes], owner: int) -> None:
     if os.getpid() == owner:  # a forked child must not stand it down
         shell.kill()
         shell.communicate()
+
+
+class DeathWatch:
+    """Fails whatever waits on a vLLM engine as soon as one of its processes is gone.
+
+    vLLM's own client notes a death but does not wake a caller that waits for the next output: an engine killed for want
+    of memory, say, would hang the training for good.
+
+    Args:
+        pids: the engine's processes.
+        client: vLLM's client of the engine (``LLMEngine.engine_core``).
+    """
+
+    def __init__(self, pids: list[int], client: Any) -> None:
+        self._stop = threading.Event()
+        arguments = (list(pids), weakref.ref(client), self._stop)
+        threading.Thread(target=_watch, args=arguments, daemon=True, name="vllm-death-watch").start()
+
+    def stop(self) -> None:
+        """The engine is about to end as it should."""
+        self._stop.set()
+
+
+def _watch(pids: list[int], client: weakref.ref[Any], stop: threading.Event) -> None:
+    poller, descriptors = select.poll(), []
+    try:
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                descriptors.append(os.pidfd_open(pid))
+                poller.register(descriptors[-1], select.POLLIN)
+        while not poller.poll(_POLL_MS) and not stop.is_set():
+            if client() is None:
+                return
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
+    while not stop.wait(_POLL_MS / 1000):  # again and again: a call may begin after its engine has died
+        if (alive := client()) is None:
+            return
+        _fail_waiting(alive)
+        del alive
+
+
+def _fail_waiting(client: Any) -> None:
+    error = RuntimeError("an engine process ended; was it killed, or is memory short?")
+    outputs: queue.Queue[Any] | None = getattr(client, "outputs_queue", None)
+    if outputs is not None and outputs.empty():
+        outputs.put_nowait(error)
+    for future in list(getattr(client, "utility_results", {}).values()):
+        if not future.done():
+            with suppress(Exception):  # answered in this moment
+                future.set_exception(error)
 
 
 @contextmanager

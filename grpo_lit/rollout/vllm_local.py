@@ -18,7 +18,7 @@ from grpo_lit.errors import SystemFault, UserError
 from grpo_lit.rollout.base import SamplingConfig
 from grpo_lit.rollout.vllm_backend import Adapter, OnRow, RowEnd, Sampled
 from grpo_lit.rollout.vllm_config import VLLMConfig
-from grpo_lit.rollout.vllm_guard import ChildGuard, new_children
+from grpo_lit.rollout.vllm_guard import ChildGuard, DeathWatch, new_children
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks that vLLM reserves space for."""
@@ -62,6 +62,7 @@ class LocalBackend:
                 raise _start_fault(error, location) from error
         self._guard = ChildGuard(pids)
         self._engine: Any = self._llm.llm_engine
+        self._watch = DeathWatch(pids, self._engine.engine_core)
         self.max_model_len = int(self._engine.model_config.max_model_len)
         self._asleep = False
 
@@ -165,6 +166,7 @@ class LocalBackend:
 
     def close(self) -> None:
         """End the engine process."""
+        self._watch.stop()
         with suppress(Exception):
             self._engine.engine_core.shutdown()
         self._guard.release()

@@ -59,6 +59,10 @@ class TwinBackend:
     def unload(self, adapter: Adapter) -> None:
         self.calls.append(f"unload {adapter.number}")
         self.loaded.remove(adapter)
+        if not self.ignores_adapters:
+            with torch.no_grad():
+                for _, layer in lora_layers(self.policy.model):
+                    layer.lora_B.zero_()
 
     def sample(
         self,
@@ -253,9 +257,16 @@ def test_engine_without_policy_serves_base_and_folders(tiny_llama: Path, tmp_pat
         with_adapter.completion_ids, pair.engine.generate(PROMPTS, COUNTS, KEYS, SAMPLING).completion_ids
     )
     assert adapter.folder.is_dir(), "a folder of the user's is not removed"
+    engine.use_adapter(None)
+    base = engine.generate(PROMPTS, COUNTS, KEYS, SAMPLING)
+    assert not torch.equal(base.logprobs, with_adapter.logprobs)
+    engine.use_adapter(adapter.folder)
+    assert served.calls.count("unload 1") == 1
+    assert served.loaded[0].number == 2, "vLLM caches by number: never the same twice"
     with pytest.raises(UserError, match="adapter"):
         engine.use_adapter(tmp_path / "missing")
     engine.close()
+    assert served.calls[-2:] == ["unload 2", "close"]
     assert adapter.folder.is_dir()
 
 
