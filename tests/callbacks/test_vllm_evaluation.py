@@ -122,22 +122,31 @@ def run_two_ranks(arguments: Sequence[str], folder: Path) -> subprocess.Complete
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=150)
 
 
-@pytest.mark.parametrize("process", ["inside", "child"])
 def test_two_ranks_share_the_problems_and_none_waits_for_ever(
-    process: str, fit_arguments: Fit, tiny_llama: Path, tmp_path: Path
+    fit_arguments: Fit, tiny_llama: Path, tmp_path: Path
 ) -> None:
-    every = 2 if process == "inside" else 100  # a child costs its start
-    extra = callback(process=process, every_n_rollout_steps=every, before_training=True, at_end=False, engine="hf")
-    result = run_two_ranks(fit_arguments(tiny_llama, tmp_path / "two", *MOVES, *extra), tmp_path)
+    """The baseline in a child process while both ranks wait, then both answer their share."""
+    root = tmp_path / "two"
+    options = {name: value for name, value in SETTINGS.items() if name != "datasets"} | {"process": "child"}
+    extra = callback("BaselineEvaluation", datasets=SUMS, options={**options, "engine": "hf"})
+    extra += callback(every_n_rollout_steps=2)
+    (tmp_path / "user_rewards.py").write_text(
+        "def digits(prompts, completions, **columns):\n"
+        "    return [sum(c.isdigit() for c in text) / max(len(text), 1) for text in completions]\n"
+    )
+    moves = ["--model.optimizer=torch.optim.AdamW", "--model.optimizer.lr=0.1", "--model.rewards=[user_rewards.digits]"]
+    arguments = fit_arguments(tiny_llama, root, *moves, *extra, "--trainer.max_steps=2")
+    result = run_two_ranks(arguments, tmp_path)
     assert result.returncode == 0, result.stderr[-2000:]
-    scores = lines_of(tmp_path / "two/evaluation/scores.jsonl")
-    assert [record["step"] for record in scores] == ([0, 2] if process == "inside" else [0])
-    first = answers(tmp_path / "two/evaluation/step_000000")
-    assert [example for example, _, _ in first] == list(range(9))
-    given = {**SETTINGS, "models": {"m": {"path": str(tiny_llama)}}, "protocol": "deterministic", "device": "cpu"}
-    given |= {"output": str(tmp_path / "o")}
+    scores = lines_of(root / "evaluation/scores.jsonl")
+    assert [record["step"] for record in scores] == [0, 2]
+    models = {"base": {"path": str(tiny_llama)}, "final": {"run": str(root)}}
+    given = {**SETTINGS, "models": models, "protocol": "deterministic", "device": "cpu", "output": str(tmp_path / "o")}
     assert main(["evaluate", *(f"--{k}={text(v)}" for k, v in given.items())]) == 0
-    assert answers(tmp_path / "o") == first
+    outside = answers(tmp_path / "o")
+    assert outside[:9] == answers(root / "evaluation/step_000000")
+    assert outside[9:] == answers(root / "evaluation/step_000002")
+    assert outside[:9] != outside[9:]
 
 
 def test_failure_on_one_rank_ends_both(fit_arguments: Fit, tiny_llama: Path, tmp_path: Path) -> None:

@@ -109,7 +109,7 @@ def test_space_follows_device_and_configuration() -> None:
 
 def tune_arguments(fit_arguments: Fit, model: Path, root: Path) -> list[str]:
     space = '{"model.micro_batch_size": [16, 1], "data.prompts_per_step": [2]}'
-    own = [f"--tune.space={space}", "--tune.steps=4", "--tune.warmup=1", "--tune.rounds=2"]
+    own = [f"--tune.space={space}", "--tune.steps=3", "--tune.warmup=1", "--tune.rounds=2"]
     return ["tune", *list(fit_arguments(model, root))[1:], "--model.policy.cpu_threads=1", *own]
 
 
