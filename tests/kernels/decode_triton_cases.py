@@ -98,12 +98,12 @@ def test_paged_attention(heads, kv_heads, width, lengths, dtype):
     assert torch.equal(again, got)  # the arrival counters are back at 0, and the order of sums is fixed
 
 
-@pytest.mark.parametrize("splits", [1, 2, 8])
-def test_paged_attention_however_it_is_split(splits):
+@pytest.mark.parametrize(("splits", "spare"), [(1, 2), (2, 2), (8, 2), (8, 40)])
+def test_paged_attention_however_it_is_split(splits, spare):
     from grpo_lit.kernels._triton.paged_attention import attend
 
     lengths = [300, 64, 0, 1]
-    k, v, table = pages_of(1, 16, lengths, torch.float32)
+    k, v, table = pages_of(1, 16, lengths, torch.float32, spare)
     q = randn(4, 2, 16)
     want = paged_attention(q, k, v, table, int32(lengths), impl="torch")
     torch.testing.assert_close(attend(q, k, v, table, int32(lengths), 0.25, splits=splits), want, rtol=1e-5, atol=1e-6)

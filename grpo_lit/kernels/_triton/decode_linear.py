@@ -104,11 +104,13 @@ def _gathered(  # type: ignore[no-untyped-def]
             tl.debug_barrier()
             y = tl.zeros_like(y)
             other = tl.zeros_like(other)
-            for i in range(splits):
-                some = partial + (tile * splits + i).to(tl.int64) * SIZE + at
-                y += tl.load(some, mask=real, other=0.0, cache_modifier=".cg")
-                if GATED:
-                    other += tl.load(some + COLUMNS * ROWS, mask=real, other=0.0, cache_modifier=".cg")
+            for first in range(0, splits, 8):  # eight at a time, so that their reads overlap
+                for i in tl.static_range(8):
+                    some = partial + (tile * splits + first + i).to(tl.int64) * SIZE + at
+                    there = row[None, :] < tl.where(first + i < splits, rows, 0) + tl.zeros_like(at)
+                    y += tl.load(some, mask=there, other=0.0, cache_modifier=".cg")
+                    if GATED:
+                        other += tl.load(some + COLUMNS * ROWS, mask=there, other=0.0, cache_modifier=".cg")
             tl.store(counters + tile, 0)
     return last, y, other
 
@@ -481,18 +483,20 @@ def _ints(values: list[int]) -> list[int]:
 def dense_plan(rows: int, columns: int, width: int, gated: bool) -> Plan:
     """By size, as measured on an H200: about two programs a multiprocessor."""
     depth = 128 if width % 128 == 0 else 64
-    if gated:
+    if gated or columns > 8192:
         return Plan(64, 1, depth, 4, 3) if rows <= 16 else Plan(32, 1, depth, 2, 4)
     splits = max(1, min(round(264 / triton.cdiv(columns, 64)), triton.cdiv(width, depth)))
-    return Plan(64, splits, depth, 4, 4)
+    return Plan(64, splits, depth, 4, 4, 2)
 
 
 def nf4_plan(rows: int, columns: int, width: int, gated: bool) -> Plan:
-    """By size, as measured on an H200: some four to eight programs a multiprocessor."""
-    if gated:
-        return Plan(64, max(1, min(8, 1100 // triton.cdiv(columns // 2, 64), width // 128)), 1, 4, 4)
-    splits = max(1, min(round(550 / triton.cdiv(columns, 32)), width // 128))
-    return Plan(32, splits, 2, 2, 3)
+    """By size, as measured on an H200: from four programs a multiprocessor on, each with six blocks of 64 or more."""
+    if gated or columns > 8192:
+        tiles = triton.cdiv(columns // 2 if gated else columns, 32)
+        unroll, stages = (2, 5) if rows <= 8 else (1, 8)
+        return Plan(32, max(1, min(round(1100 / tiles), width // 384)), unroll, 2, stages)
+    tiles = triton.cdiv(columns, 32)
+    return Plan(32, max(1, min(round(560 / tiles), width // 256)), 4, 2, 3)
 
 
 def low_rank(x: Tensor, parts: list[Part], norm: RmsNorm | None = None) -> tuple[Tensor, Tensor]:
@@ -501,8 +505,9 @@ def low_rank(x: Tensor, parts: list[Part], norm: RmsNorm | None = None) -> tuple
     ranks = _ints([0 if lora is None else len(lora.a) for lora in loras])
     low = torch.empty(len(x), sum(ranks), dtype=torch.float32, device=x.device)
     normed = x if norm is None else torch.empty_like(x)
-    depth = 512 if norm is None else triton.next_power_of_2(x.shape[1])
-    rows = max(1, min(4, triton.next_power_of_2(len(x)), 8192 // depth))
+    depth = triton.next_power_of_2(x.shape[1])
+    depth = depth if norm is not None else min(depth, 2048)
+    rows = max(1, min(2 if len(x) <= 8 else 4, triton.next_power_of_2(len(x)), 8192 // depth))
     scalings = [0.0 if lora is None else float(lora.scaling) for lora in loras]
     _low_rank_kernel[(sum(ranks) + (norm is not None), triton.cdiv(len(x), rows))](
         x,

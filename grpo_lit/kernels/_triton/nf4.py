@@ -24,8 +24,9 @@ def _lookup(dtype: torch.dtype) -> str:
 
     ``prmt`` picks 4 of 8 bytes by 4 nibbles, which is what the weights are. The low and the high bytes of the 16
     numbers are tables of 16 bytes each, so two picks by the nibbles' three lower bits and a third by the upper bit.
-    The tables' words are or-ed with a zero that the compiler can't see through: words that it knows, or knows to be
-    equal in all lanes, it keeps elsewhere than in a register and copies before every use.
+    The tables' words are made by reversing the bits of other words, which are xor-ed with a zero that the compiler
+    can't see through: words that it knows, or can get in one step, it does not keep in registers but makes again
+    before every use.
     """
     bits = [int(v) & 0xFFFF for v in torch.tensor(_CODE).to(dtype).view(torch.int16)]
     planes = [[b & 255 for b in bits], [b >> 8 for b in bits]]
@@ -36,7 +37,8 @@ def _lookup(dtype: torch.dtype) -> str:
         "mov.u32 z, %lanemask_lt;",
         "shr.u32 z, z, 31;",
     ]
-    lines += [f"or.b32 w{i}, z, {word};" for i, word in enumerate(words)]
+    reversed_words = [int(format(word, "032b")[::-1], 2) for word in words]
+    lines += [f"xor.b32 w{i}, z, {word}; brev.b32 w{i}, w{i};" for i, word in enumerate(reversed_words)]
     lines += ["and.b32 s, $4, 0x77777777;", "shr.u32 t, $4, 1;", "lop3.b32 t, t, 0x44444444, w8, 0xEA;"]
     for half in range(2):
         if half:

@@ -34,6 +34,7 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,
+    TABLE: tl.constexpr,
     PRECISION: tl.constexpr,
     WIDEN: tl.constexpr,
     PDL: tl.constexpr,
@@ -45,6 +46,9 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
     row, kv, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     wait_for_previous(PDL)
     length = tl.load(lengths + row)
+    if TABLE > 0:  # the row's whole table, so that no read waits for another to know its page
+        entry = tl.arange(0, TABLE)
+        table = tl.load(page_table + row * table_width + entry, mask=entry < table_width, other=0)
     blocks = (length + BLOCK - 1) // BLOCK
     each = tl.maximum((blocks + SPLITS - 1) // SPLITS, 1)
     busy = tl.maximum((blocks + each - 1) // each, 1)
@@ -61,7 +65,10 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
         total = tl.zeros((GROUP_PADDED,), tl.float32)
         mixed = tl.zeros((GROUP_PADDED, WIDTH_PADDED), tl.float32)
         for block in range(split * each, tl.minimum((split + 1) * each, blocks)):
-            page = tl.load(page_table + row * table_width + block * BLOCK // PAGE).to(tl.int64)
+            if TABLE > 0:
+                page = tl.sum(tl.where(entry == block * BLOCK // PAGE, table, 0), 0).to(tl.int64)
+            else:
+                page = tl.load(page_table + row * table_width + block * BLOCK // PAGE).to(tl.int64)
             slot = (page * kv_heads + kv) * PAGE + (block * BLOCK) % PAGE + token
             left = length - block * BLOCK
             there = (token[:, None] < left) & (lane[None, :] < WIDTH)
@@ -97,22 +104,27 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
                 top = tl.where(member < GROUP, tl.max(tops, 1), 0.0)
                 total = tl.sum(totals * tl.exp2(tops - top[:, None]), 1)
                 mixed = tl.zeros((GROUP_PADDED, WIDTH_PADDED), tl.float32)
-                for i in range(busy):
-                    source = head * SPLITS + i
-                    weight = tl.load(stats + source * 2, mask=member < GROUP, other=float("-inf"), cache_modifier=".cg")
-                    some = tl.load(
-                        partial + source[:, None] * WIDTH + lane[None, :], mask=real, other=0.0, cache_modifier=".cg"
-                    )
-                    mixed += some * tl.exp2(weight - top)[:, None]
+                for first in range(0, busy, 4):  # four at a time, so that their reads overlap
+                    for i in tl.static_range(4):
+                        some = head * SPLITS + first + i
+                        there = member < tl.where(first + i < busy, GROUP, 0)
+                        weight = tl.load(stats + some * 2, mask=there, other=float("-inf"), cache_modifier=".cg")
+                        value = tl.load(
+                            partial + some[:, None] * WIDTH + lane[None, :],
+                            mask=there[:, None] & (lane[None, :] < WIDTH),
+                            other=0.0,
+                            cache_modifier=".cg",
+                        )
+                        mixed += value * tl.exp2(weight - top)[:, None]
                 mixed = mixed / tl.where(total > 0.0, total, 1.0)[:, None]
                 tl.store(out + head[:, None] * WIDTH + lane[None, :], mixed.to(out.dtype.element_ty), mask=real)
                 tl.store(counters + row * kv_heads + kv, 0)
 
 
 def default_splits(rows: int, kv_heads: int, max_blocks: int) -> int:
-    """Programs a row and group: a power of 2 that gives about two programs a multiprocessor."""
+    """Programs a row and group: a power of 2, about two a multiprocessor in all, about two blocks each at the end."""
     wanted = max(1, _PROGRAMS // (rows * kv_heads))
-    return min(1 << (wanted.bit_length() - 1), triton.next_power_of_2(max_blocks), 32)
+    return min(1 << (wanted.bit_length() - 1), max(1, triton.next_power_of_2(max_blocks) // 2), 32)
 
 
 def attend(
@@ -162,6 +174,7 @@ def attend(
         PAGE=page,
         BLOCK=block,
         SPLITS=splits,
+        TABLE=triton.next_power_of_2(page_table.shape[1]) if page_table.shape[1] <= 32 else 0,
         PRECISION="ieee" if exact else "tf32",
         WIDEN=interpreting(),
         num_warps=num_warps,
