@@ -130,7 +130,7 @@ def environment(folder: Path) -> dict[str, str]:
 
 def run_tests(python: Path, folder: Path) -> str:
     """The tests marked vllm; a skipped one counts as failed here, where vLLM is installed."""
-    command = [python, "-m", "pytest", "-q", "-rs", "-m", "vllm", "tests/rollout"]
+    command = [python, "-m", "pytest", "-rs", "-m", "vllm", "tests/rollout"]
     done = subprocess.run(command, cwd=ROOT, env=environment(folder), capture_output=True, text=True)
     last = done.stdout.strip().splitlines()[-1:] or [done.stderr[-300:]]
     if done.returncode or "skipped" in last[0] or "passed" not in last[0]:

@@ -64,7 +64,7 @@ class ServerBackend:
         try:
             self._call("POST", "/v1/load_lora_adapter", body)
         except _RefusedError as error:
-            if error.status == 404 and "adapter" not in str(error).lower():
+            if error.status == 404 and "adapter" not in error.text.lower():
                 raise SystemFault(
                     f"the vLLM server at {self.url} takes no adapters at run time: start it with --enable-lora and "
                     "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
@@ -151,7 +151,7 @@ class ServerBackend:
             session = self._local.session = requests.Session()
             session.trust_env = False  # no proxy between here and a server of one's own
             retrying = HTTPAdapter(
-                max_retries=requests.adapters.Retry(total=None, connect=3, read=0, backoff_factor=0.5)
+                max_retries=requests.adapters.Retry(total=None, connect=2, read=0, backoff_factor=0.2)
             )
             session.mount("http://", retrying)
             session.mount("https://", retrying)
@@ -164,10 +164,10 @@ class _RefusedError(SystemFault):
     def __init__(self, address: str, response: requests.Response) -> None:
         self.status = response.status_code
         try:
-            text = str(response.json()["error"]["message"])
+            self.text = str(response.json()["error"]["message"])
         except (ValueError, KeyError, TypeError):
-            text = response.text
-        super().__init__(f"vLLM server, {address}: {response.status_code} {' '.join(text.split())[:300]}")
+            self.text = response.text
+        super().__init__(f"vLLM server, {address}: {response.status_code} {' '.join(self.text.split())[:300]}")
 
 
 def _collect(futures: dict[Future[Sampled], int], on_row: OnRow, row_end: RowEnd | None) -> None:
