@@ -32,7 +32,7 @@ class FaultInjector(PhaseListener, Callback):
         phase: rollout, reward, score, train, optimizer or validate.
         at: which event of the phase fails, counted from 1; a replay counts from 1 again.
         event: allocation counts every operation that makes a new tensor, in forward and backward; forward counts
-            calls of the decoder.
+            passes through the model (in a rollout, those that are not replayed from a CUDA graph).
         rollout_step: the rollout step in which it happens, counted from 0; null is any.
         occurrence: which run of that phase within the step, from 1, such as the second pass of several; null is any.
         times: how often in all.
@@ -80,9 +80,9 @@ class FaultInjector(PhaseListener, Callback):
             return
         self._events, self._module = 0, module
         if self.event == "forward":
-            model = module.live_policy.model
-            decoder = getattr(model, model.base_model_prefix)
-            self._hook = decoder.register_forward_pre_hook(lambda *_: self.count())
+            # whichever way the layers are run, the tokens are embedded first
+            embedding = module.live_policy.model.get_input_embeddings()
+            self._hook = embedding.register_forward_pre_hook(lambda *_: self.count())
         else:
             self._mode = _AllocationCounter(self)
             self._mode.__enter__()

@@ -81,7 +81,7 @@ def run(
     ) -> Any:
         if torch.is_grad_enabled():
             seen["widths"].append(completion_ids.shape[1])
-        return score(self, prompts, mask, completion_ids, *rest, **kw)
+        return score(self, prompt_ids, prompt_mask, completion_ids, *rest, **kw)
 
     monkeypatch.setattr(Policy, "score", watched)
     trainer.fit(module, datamodule=data)
