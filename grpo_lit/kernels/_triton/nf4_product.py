@@ -1,0 +1,180 @@
+"""A few rows times NF4 matrices; see ``grpo_lit.kernels.decode_linear`` and ``grpo_lit.kernels.nf4``."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from grpo_lit.kernels._triton.decode_parts import added, choose, finish, gathered, locate
+from grpo_lit.kernels._triton.launch import prefetch, wait_for_previous
+from grpo_lit.kernels._triton.nf4 import unpacked
+
+
+@triton.jit
+def _stored_scale(scales, group_scales, number, NESTED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """What the scales of blocks ``number`` are computed from: (index, group scale), or twice the scale itself."""
+    if NESTED:
+        first = tl.load(scales + number).to(tl.int32)
+        second = tl.load(group_scales + number // 256)
+    else:
+        first = tl.load(scales + number)
+        second = first
+    return first, second
+
+
+@triton.jit
+def _block_scale(stored, scale_code, shift, NESTED: tl.constexpr):  # type: ignore[no-untyped-def]
+    first, second = stored
+    if NESTED:
+        second = tl.load(scale_code + first) * second + shift
+    return second
+
+
+@triton.jit
+def _nf4_step(  # type: ignore[no-untyped-def]
+    even, odd, packed, code, number, lane, scale, BF16: tl.constexpr, PERMUTE: tl.constexpr
+):
+    """(COLUMNS, ROWS) product with one block of 64 of each column; ``number`` (COLUMNS,) of the blocks."""
+    q = tl.load(packed + (number.to(tl.int64) * 32)[:, None] + lane[None, :])
+    early, late = unpacked(q, code, BF16, PERMUTE)
+    return tl.dot(late, odd, tl.dot(early, even)) * scale[:, None]
+
+
+@triton.jit
+def nf4_kernel(  # type: ignore[no-untyped-def]
+    x,
+    packed0,
+    packed1,
+    packed2,
+    scales0,
+    scales1,
+    scales2,
+    scale_code0,
+    scale_code1,
+    scale_code2,
+    groups0,
+    groups1,
+    groups2,
+    offset0,
+    offset1,
+    offset2,
+    code,
+    bias0,
+    bias1,
+    bias2,
+    b0,
+    b1,
+    b2,
+    low,
+    residual,
+    out,
+    partial,
+    counters,
+    rows,
+    blocks,
+    n0,
+    n1,
+    n2,
+    biased,
+    rank0,
+    rank1,
+    rank2,
+    out_width,
+    blocks_each,
+    splits,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    UNROLL: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BF16: tl.constexpr,
+    NESTED: tl.constexpr,
+    PERMUTE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_LORA: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    tile, split = tl.program_id(0), tl.program_id(1)
+    GATED: tl.constexpr = ACTIVATION is not None
+    if GATED:
+        part, first, before = 0, tile * COLUMNS, 0
+        packed, scales, scale_code, groups, offset = packed0, scales0, scale_code0, groups0, offset0
+    else:
+        part, first, before = locate(tile, n0, n1, COLUMNS)
+        packed, scales = choose(part, packed0, packed1, packed2), choose(part, scales0, scales1, scales2)
+        scale_code = choose(part, scale_code0, scale_code1, scale_code2)
+        groups = choose(part, groups0, groups1, groups2)
+        offset = choose(part, offset0, offset1, offset2)
+    n = choose(part, n0, n1, n2)
+    column = first + tl.arange(0, COLUMNS)
+    row = tl.arange(0, ROWS)
+    start = split * blocks_each
+    end = tl.minimum(start + blocks_each, blocks)
+    if PREFETCH > 0:  # the share's first lines of 128 bytes, and the scales beside them
+        line = tl.minimum(start + tl.arange(0, PREFETCH) * 4, blocks - 1)
+        ahead = (column % n)[:, None] * blocks + line[None, :]
+        prefetch(packed + ahead.to(tl.int64) * 32, PDL)
+        prefetch(scales + ahead, PDL)
+        if GATED:
+            prefetch(packed1 + ahead.to(tl.int64) * 32, PDL)
+            prefetch(scales1 + ahead, PDL)
+    wait_for_previous(PDL)
+    DTYPE: tl.constexpr = tl.bfloat16 if BF16 else tl.float16
+    lane = tl.arange(0, 32)
+    start_of = (column % n) * blocks
+    shift, other_shift = 0.0, 0.0
+    if NESTED:
+        shift = tl.load(offset)
+        if GATED:
+            other_shift = tl.load(offset1)
+    y = tl.zeros((COLUMNS, ROWS), tl.float32)
+    other = y
+    # Scales are read two blocks ahead and computed one block ahead: each takes a look-up that depends on a read.
+    final = start_of + blocks - 1
+    scale = _block_scale(_stored_scale(scales, groups, start_of + start, NESTED), scale_code, shift, NESTED)
+    stored = _stored_scale(scales, groups, tl.minimum(start_of + start + 1, final), NESTED)
+    other_scale, other_stored = scale, stored
+    if GATED:
+        other_scale = _block_scale(
+            _stored_scale(scales1, groups1, start_of + start, NESTED), scale_code1, other_shift, NESTED
+        )
+        other_stored = _stored_scale(scales1, groups1, tl.minimum(start_of + start + 1, final), NESTED)
+    for step in range(start, end, UNROLL):
+        for i in tl.static_range(UNROLL):
+            block = tl.minimum(step + i, blocks - 1)
+            # two neighbouring 16-bit numbers of x at a time; zeros beyond this program's share
+            pairs = tl.load(
+                x + row[None, :] * (blocks * 32) + block * 32 + lane[:, None],
+                mask=row[None, :] < tl.where(step + i < end, rows, 0),
+                other=0,
+            )
+            even = (pairs & 0xFFFF).to(tl.int16).to(DTYPE, bitcast=True)
+            odd = (pairs >> 16).to(tl.int16).to(DTYPE, bitcast=True)
+            if not PERMUTE:  # the interpreter has no 16-bit products
+                even, odd = even.to(tl.float32), odd.to(tl.float32)
+            number = start_of + block
+            later = tl.minimum(number + 2, final)
+            next_scale = _block_scale(stored, scale_code, shift, NESTED)
+            stored = _stored_scale(scales, groups, later, NESTED)
+            y += _nf4_step(even, odd, packed, code, number, lane, scale, BF16, PERMUTE)
+            scale = next_scale
+            if GATED:
+                next_scale = _block_scale(other_stored, scale_code1, other_shift, NESTED)
+                other_stored = _stored_scale(scales1, groups1, later, NESTED)
+                other += _nf4_step(even, odd, packed1, code, number, lane, other_scale, BF16, PERMUTE)
+                other_scale = next_scale
+    tiles = tl.num_programs(0)
+    last, y, other = gathered(y, other, partial, counters, tile, split, splits, tiles, row, rows, SPLIT, GATED)
+    if last:
+        ranks = rank0 + rank1 + rank2
+        rank = choose(part, rank0, rank1, rank2)
+        at = choose(part, 0, rank0, rank0 + rank1)
+        bias, b = choose(part, bias0, bias1, bias2), choose(part, b0, b1, b2)
+        has = (biased >> part) & 1 != 0
+        y = added(y, bias, has, low, b, rank, at, ranks, row, rows, column, n, HAS_BIAS, HAS_LORA)
+        if GATED:
+            has = biased & 2 != 0
+            other = added(other, bias1, has, low, b1, rank1, rank0, ranks, row, rows, column, n, HAS_BIAS, HAS_LORA)
+        finish(y, other, out, residual, out_width, column, n, before, row, rows, HAS_RESIDUAL, ACTIVATION)
