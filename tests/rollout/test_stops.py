@@ -74,13 +74,12 @@ def test_both_engines_end_rows_there_and_nothing_else_changes(check_every: int, 
     hf = HFEngine(policy, tokenizer, batch_size=50).generate(prompts, [count, count], keys, stopped)
     graph = GraphEngine(policy, tokenizer, batch_size=30, check_every=check_every)
     ours = graph.generate(prompts, [count, count], keys, stopped)
-    assert graph._held is not None
-    assert (graph._held[1].state.position == -1).all(), "a row that stopped must not go on in its freed pages"
     rule = AnswerStop(tokenizer, "boxed")
-    num_stopped = 0
+    num_stopped, early = 0, 0
     for row, (ids, length) in enumerate(zip(plain.completion_ids.tolist(), plain.lengths.tolist(), strict=True)):
         end = rule.length(ids[:length], 0, thinking=row >= count)
         num_stopped += end is not None
+        early = row if end is not None and end < 10 and row < count else early
         for rollout in (hf, ours):
             assert int(rollout.lengths[row]) == (end or length)
             assert bool(rollout.truncated[row]) == (end is None and bool(plain.truncated[row]))
@@ -89,3 +88,7 @@ def test_both_engines_end_rows_there_and_nothing_else_changes(check_every: int, 
     assert 3 < num_stopped < 2 * count
     assert torch.allclose(hf.logprobs, ours.logprobs, atol=1e-4)
     assert torch.equal(hf.completion_ids, ours.completion_ids)
+    alone = graph.generate(prompts[:1], [1], keys[early : early + 1], stopped)
+    assert torch.equal(alone.completion_ids[0], ours.completion_ids[early, : int(alone.lengths[0])])
+    assert graph._held is not None
+    assert (graph._held[1].state.position == -1).all(), "a row that stopped must not go on in its freed pages"
