@@ -8,6 +8,7 @@ timed where it happens, without the scoring of old log-probs that TRL does after
 from __future__ import annotations
 
 import argparse
+import importlib
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -29,7 +30,8 @@ def run_trl(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
         from datasets import Dataset
         from peft import LoraConfig
         from transformers import AutoTokenizer, BitsAndBytesConfig, TrainerCallback
-        from trl import GRPOConfig, GRPOTrainer  # type: ignore[import-not-found, unused-ignore]
+
+        trl = importlib.import_module("trl")  # no dependency of this package
     except ImportError as error:
         raise SystemFault(f"the candidate trl needs trl, datasets, peft and bitsandbytes: {error}") from error
 
@@ -39,7 +41,7 @@ def run_trl(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
     watch = _Watch(on_cuda)
 
-    class Timed(GRPOTrainer):  # type: ignore[misc]
+    class Timed(trl.GRPOTrainer):  # type: ignore[misc, name-defined]
         """Times TRL's own methods from outside."""
 
         def _generate_and_score_completions(self, inputs: Any) -> Any:
@@ -63,7 +65,7 @@ def run_trl(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
             watch.mark("after optimizer")
 
     parts = max(1, options.prompts * options.rows // options.micro_batch)
-    config = GRPOConfig(
+    config = trl.GRPOConfig(
         output_dir=str(scratch / "out"),
         per_device_train_batch_size=options.micro_batch,
         gradient_accumulation_steps=parts,
