@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -186,8 +186,7 @@ def load_rows(
     """
     spec = dataset_spec(name, columns)
     raw, where = read_raw(name, spec, split=split, path=path, options=options, argument=argument)
-    rows = [normalise_row(row, spec, f"{where}, row {n}", argument) for n, row in enumerate(raw, start=1)]
-    return _each_once(rows, where) if spec.unique else rows
+    return [normalise_row(row, spec, f"{where}, row {n}", argument) for n, row in enumerate(raw, start=1)]
 
 
 def read_raw(
@@ -200,6 +199,7 @@ def read_raw(
     argument: str = "data.path",
 ) -> tuple[list[Row], str]:
     """Rows in the original schema, and in words where they are from; arguments as of `load_rows`."""
+    raw: Iterable[Row]
     if path is not None:
         raw, where = read_file(path, split or spec.splits[0], argument=argument), path
     elif spec.generate is not None:
@@ -211,9 +211,10 @@ def read_raw(
         raw, where = read_hub(spec.hub, spec.hub_config, wanted), f"{spec.hub} ({wanted})"
     else:
         raise UserError(argument, None, f"a file: dataset {name!r} has no place of its own")
-    if not raw:
+    rows = _each_once(raw, spec, where) if spec.unique else list(raw)
+    if not rows:
         raise UserError(argument if path else "data.dataset", where, "at least one row")
-    return raw, where
+    return rows, where
 
 
 def normalise_row(row: Row, spec: DatasetSpec, where: str, argument: str = "data.path") -> Row:
@@ -274,8 +275,12 @@ def _generate(name: str, spec: DatasetSpec, options: Mapping[str, Any]) -> list[
         raise UserError("data.dataset_options", dict(options), f"the options of {name} ({error})") from error
 
 
-def _each_once(rows: list[Row], where: str) -> list[Row]:
-    kept = list({row["question"]: row for row in reversed(rows)}.values())[::-1]
-    if len(kept) < len(rows):
-        _log.warning("%s: %d of %d rows repeat a question and are left out", where, len(rows) - len(kept), len(rows))
-    return kept
+def _each_once(rows: Iterable[Row], spec: DatasetSpec, where: str) -> list[Row]:
+    """The first row of each question; never holds more than these, where a copy has millions of rows."""
+    kept: dict[str, Row] = {}
+    count = 0
+    for count, row in enumerate(rows, start=1):
+        kept.setdefault(repr(_first(row, spec.question)[1]), row)
+    if len(kept) < count:
+        _log.warning("%s: %d of %d rows repeat a question and are left out", where, count - len(kept), count)
+    return list(kept.values())

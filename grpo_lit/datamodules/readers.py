@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -102,8 +103,8 @@ def _read_parquet(file: Path, argument: str) -> list[Row]:
     return rows
 
 
-def read_hub(hub: str, config: str | None, split: str) -> list[Row]:
-    """Every row of a split of a dataset on the hub.
+def read_hub(hub: str, config: str | None, split: str) -> Iterable[Row]:
+    """The rows of a split of a dataset on the hub, decoded one by one.
 
     Raises:
         SystemFault: it can't be loaded.
@@ -111,7 +112,8 @@ def read_hub(hub: str, config: str | None, split: str) -> list[Row]:
     from datasets import load_dataset
 
     try:
-        return list(load_dataset(hub, config, split=split))
+        rows: Iterable[Row] = load_dataset(hub, config, split=split)
+        return rows
     except (OSError, ValueError) as error:
         raise SystemFault(
             f"data.dataset: {hub} ({split}) can't be loaded from the hub ({' '.join(str(error).split())[:160]}); "

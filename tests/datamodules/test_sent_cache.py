@@ -10,7 +10,7 @@ import pytest
 
 from grpo_lit.datamodules import MathDataModule
 from grpo_lit.datamodules.order import SamplerConfig
-from grpo_lit.datamodules.sent_cache import SentCacheWriter, SentEntry, read_sent_cache
+from grpo_lit.datamodules.sent_cache import SentCacheWriter, SentEntry, read_sent_cache, rows_fingerprint
 from grpo_lit.datamodules.sent_report import markdown
 from grpo_lit.errors import UserError
 from grpo_lit.model_source import resolve_model_source
@@ -54,8 +54,9 @@ def test_torn_and_half_written_batches_are_sampled_again(tmp_path: Path) -> None
         writer.partial.write_bytes(whole[:cut])
         again = SentCacheWriter(path, {"a": 1}, {})
         assert len(again.entries) == (3 if cut == len(whole) else 2 if whole[:cut].count(b"\n") == 2 else 0)
-        again.add([entry(2)] if len(again.entries) == 2 else [])
-        assert writer.partial.read_bytes().startswith(whole[: whole.index(b"\n") + 1])
+        known = len(again.entries)
+        again.add([entry(7)])  # right behind what was whole, not behind a torn line
+        assert [e.index for e in SentCacheWriter(path, {"a": 1}, {}).entries] == [0, 1, 2][:known] + [7]
     with pytest.raises(UserError, match=r"sent\.output.*a=1 instead of 2"):
         SentCacheWriter(path, {"a": 2}, {})
 
@@ -73,7 +74,8 @@ def test_unfinished_missing_and_damaged_caches_are_refused(tmp_path: Path) -> No
     assert not writer.partial.exists()
     good = path.read_bytes()
     other = json.dumps({"sent_cache": 99, "key": {}, "status": "complete", "num_prompts": 2}).encode()
-    for bad in (good[:-20], good.replace(b'"complete"', b'"in_progress"'), b"{}\n", b"x", other):
+    without_last = good[: good.rstrip(b"\n").rindex(b"\n") + 1]
+    for bad in (good[:-20], without_last, good.replace(b'"complete"', b'"in_progress"'), b"{}\n", b"x", other):
         path.write_bytes(bad)
         with pytest.raises(UserError, match=r"data\.sent_cache"):
             read_sent_cache(path)
@@ -128,6 +130,13 @@ def test_pass_rates_of_a_cache_serve_a_sampler(tmp_path: Path, encoder: PromptEn
     data.connect(encoder, MODEL)
     assert len(data.epoch_order(0)) == 6
     assert data.epoch_order(0) != data.epoch_order(1)
+
+
+def test_fingerprint_is_of_questions_answers_and_their_order() -> None:
+    rows = [{"question": "1?", "answer": "1"}, {"question": "2?", "answer": "2"}]
+    others = [rows[::-1], rows[:1], [{**rows[0], "question": "3?"}, rows[1]], [{**rows[0], "answer": "3"}, rows[1]]]
+    assert len({rows_fingerprint(found) for found in [rows, *others]}) == 5
+    assert rows_fingerprint([{**row, "other": 1} for row in rows]) == rows_fingerprint(rows)
 
 
 def test_table_counts_every_prompt(tmp_path: Path, encoder: PromptEncoder) -> None:
