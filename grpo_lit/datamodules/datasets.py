@@ -279,7 +279,8 @@ def _each_once(rows: Iterable[Row], spec: DatasetSpec, where: str) -> list[Row]:
     """The first row of each question; never holds more than these, where a copy has millions of rows."""
     kept: dict[str, Row] = {}
     count = 0
-    for count, row in enumerate(rows, start=1):
+    for row in rows:
+        count += 1
         kept.setdefault(repr(_first(row, spec.question)[1]), row)
     if len(kept) < count:
         _log.warning("%s: %d of %d rows repeat a question and are left out", where, count - len(kept), count)
