@@ -34,6 +34,12 @@ def test_equal_alike_and_different() -> None:
     assert [pair.second for pair in find_duplicates([STORY, changed, STORY], near=False)] == [2]
 
 
+def test_a_question_within_a_longer_one_is_a_copy() -> None:
+    longer = OTHER + " " + STORY + " Give the sum of both answers, and of nothing else that stands in this long text."
+    assert [(p.first, p.second, p.equal) for p in find_overlap([longer], [STORY])] == [(0, 0, False)]
+    assert [(p.first, p.second, p.equal) for p in find_overlap([STORY], [longer])] == [(0, 0, False)]
+
+
 def test_boilerplate_is_no_resemblance() -> None:
     frame = "Please solve the following problem step by step and give a number: {} times {}"
     names = [f"{first}{second}" for first in "abcdefghi" for second in "klmnopqrs"]
