@@ -20,7 +20,7 @@ from grpo_lit.lora import LoRAConfig, adapters_off, load_adapter, lora_layers
 from grpo_lit.module import GRPOModule
 from grpo_lit.policy import Policy, PolicyConfig, load_policy
 from grpo_lit.prompts import load_tokenizer
-from grpo_lit.rollout import HFEngine, RolloutConfig, SamplingConfig, VLLMConfig, row_keys
+from grpo_lit.rollout import HFEngine, RolloutConfig, SamplingConfig, VLLMConfig, row_keys, vllm_base
 from grpo_lit.rollout.vllm import VLLMEngine, probe_tolerance
 from grpo_lit.rollout.vllm_adapter import AdapterFolders, ram_folder
 from grpo_lit.rollout.vllm_backend import Adapter, OnRow, RowEnd, Sampled, request_seeds
@@ -300,13 +300,17 @@ def test_written_base_computes_what_the_policy_computes(tiny_llama: Path, tmp_pa
     assert again("1+2=").input_ids == tokenizer("1+2=").input_ids
 
 
-def test_base_is_written_once_and_again_when_a_weight_differs(tiny_llama: Path, tmp_path: Path) -> None:
+def test_base_is_written_once_and_again_when_a_weight_differs(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     policy = load_policy(PolicyConfig(str(tiny_llama), dtype="fp32", quantization="nf4"), LORA)
     tokenizer = load_tokenizer(policy.source)
     first = write_base(policy, tokenizer, torch.float32, tmp_path)
     stamp = (first / "config.json").stat().st_mtime_ns
     move(policy, 0.1)  # adapters are no part of the base
-    assert write_base(policy, tokenizer, torch.float32, tmp_path) == first
+    with monkeypatch.context() as patch:
+        patch.setattr(vllm_base, "_write", lambda *arguments: pytest.fail("written twice"))
+        assert write_base(policy, tokenizer, torch.float32, tmp_path) == first
     assert (first / "config.json").stat().st_mtime_ns == stamp
     assert write_base(policy, tokenizer, torch.bfloat16, tmp_path) != first
     weight = policy.model.get_parameter("model.layers.1.self_attn.k_proj.weight")
