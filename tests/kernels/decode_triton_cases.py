@@ -307,3 +307,15 @@ def test_what_the_kernels_do_not_take_goes_through_torch():
     want = decode_linear(x, matrix.t().contiguous(), impl="torch")
     assert torch.equal(decode_linear(x, matrix.t(), impl="triton"), decode_linear(x, matrix.t(), impl="torch"))
     torch.testing.assert_close(decode_linear(x, matrix.t(), impl="triton"), want, rtol=2e-2, atol=2e-2)
+
+
+def test_a_plan_fits_the_shared_memory_of_small_gpus():
+    from grpo_lit.kernels._triton.decode_linear import dense_plan, fewer_stages
+
+    for rows in (1, 32):
+        plan = dense_plan(rows, 17920, 1536, True)
+        for limit in (101376, 232448):  # of compute capability 8.6 and 9.0
+            fitted = fewer_stages(plan, 2, max(16, rows), limit)
+            assert fitted.num_stages * (2 * plan.columns + max(16, rows)) * plan.depth * 2 <= limit
+            assert fitted.num_stages >= 2
+    assert fewer_stages(plan, 2, 32, 232448) == plan

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from grpo_lit.kernels._triton.dense_product import dense_kernel
 from grpo_lit.kernels._triton.gated_activation import gate
-from grpo_lit.kernels._triton.launch import counters_for, overlap
+from grpo_lit.kernels._triton.launch import counters_for, device_limits, overlap
 from grpo_lit.kernels._triton.low_rank import MAX_PARTS, ints, low_rank, three
 from grpo_lit.kernels._triton.nf4_product import nf4_kernel
 from grpo_lit.kernels._triton.rms_norm import add_norm
@@ -37,23 +37,29 @@ class Plan(NamedTuple):
     prefetch: int = 0
 
 
-def dense_plan(rows: int, columns: int, width: int, gated: bool) -> Plan:
+def dense_plan(rows: int, columns: int, width: int, gated: bool, multiprocessors: int = 132) -> Plan:
     """By size, as measured on an H200: about two programs a multiprocessor."""
     depth = 128 if width % 128 == 0 else 64
     if gated or columns > 8192:
         return Plan(64, 1, depth, 4, 3) if rows <= 16 else Plan(32, 1, depth, 2, 4)
-    splits = max(1, min(round(264 / triton.cdiv(columns, 64)), triton.cdiv(width, depth)))
+    splits = max(1, min(round(2 * multiprocessors / triton.cdiv(columns, 64)), triton.cdiv(width, depth)))
     return Plan(64, splits, depth, 4, 4, 2)
 
 
-def nf4_plan(rows: int, columns: int, width: int, gated: bool) -> Plan:
+def nf4_plan(rows: int, columns: int, width: int, gated: bool, multiprocessors: int = 132) -> Plan:
     """By size, as measured on an H200: from four programs a multiprocessor on, each with six blocks of 64 or more."""
     if gated or columns > 8192:
         tiles = triton.cdiv(columns // 2 if gated else columns, 32)
         unroll, stages = (2, 5) if rows <= 8 else (1, 8)
-        return Plan(32, max(1, min(round(1100 / tiles), width // 384)), unroll, 2, stages)
+        return Plan(32, max(1, min(round(8.4 * multiprocessors / tiles), width // 384)), unroll, 2, stages)
     tiles = triton.cdiv(columns, 32)
-    return Plan(32, max(1, min(round(560 / tiles), width // 256)), 4, 2, 3)
+    return Plan(32, max(1, min(round(4.2 * multiprocessors / tiles), width // 256)), 4, 2, 3)
+
+
+def fewer_stages(plan: Plan, matrices: int, rows: int, shared_memory: int) -> Plan:
+    """A dense plan with as many stages, up to its own, as ``shared_memory`` bytes hold; at least one."""
+    stage = (matrices * plan.columns + rows) * plan.depth * 2
+    return plan._replace(num_stages=max(1, min(plan.num_stages, (shared_memory - 1024) // stage)))
 
 
 def _fits(x: Tensor, parts: list[Part]) -> bool:
@@ -132,7 +138,13 @@ def product(
         return _by_library(x, low, parts, residual, activation, out_dtype or x.dtype)
     packed = isinstance(parts[0].weight, Nf4Weight)
     columns = [part.columns for part in parts]
-    plan = plan or (nf4_plan if packed else dense_plan)(len(x), sum(columns), x.shape[1], activation is not None)
+    if plan is None:
+        limits, gated = device_limits(x.device), activation is not None
+        size = (len(x), sum(columns), x.shape[1], gated, limits.multiprocessors)
+        plan = nf4_plan(*size) if packed else dense_plan(*size)
+        if not packed:
+            rows = max(16, triton.next_power_of_2(len(x)))
+            plan = fewer_stages(plan, 1 + gated, rows, limits.shared_memory)
     return _launch(x, low, parts, residual, activation, plan, out_dtype or x.dtype)
 
 

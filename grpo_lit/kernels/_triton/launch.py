@@ -8,12 +8,13 @@ early, loads what does not depend on the previous one (weights), and waits only 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime import driver
 
 from grpo_lit.kernels.dispatch import interpreting
 
@@ -44,6 +45,23 @@ def prefetch(pointers, PDL: tl.constexpr):  # type: ignore[no-untyped-def]
 @functools.cache
 def _overlaps(device: torch.device) -> bool:
     return not interpreting() and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+class Device(NamedTuple):
+    """What a launch is planned by: multiprocessors, and the bytes of shared memory a program may take."""
+
+    multiprocessors: int
+    shared_memory: int
+
+
+@functools.cache
+def device_limits(device: torch.device) -> Device:
+    """Of a GPU; an H200's for the interpreter."""
+    if device.type != "cuda":
+        return Device(132, 232448)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    properties = driver.active.utils.get_device_properties(index)
+    return Device(properties["multiprocessor_count"], properties["max_shared_mem"])
 
 
 def overlap(tensor: Tensor) -> dict[str, Any]:

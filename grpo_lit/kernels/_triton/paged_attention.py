@@ -7,10 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from grpo_lit.kernels._triton.launch import counters_for, overlap, wait_for_previous
+from grpo_lit.kernels._triton.launch import counters_for, device_limits, overlap, wait_for_previous
 from grpo_lit.kernels.dispatch import interpreting
-
-_PROGRAMS = 264  # two for each multiprocessor of an H200
 
 
 @triton.jit
@@ -121,9 +119,9 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
                 tl.store(counters + row * kv_heads + kv, 0)
 
 
-def default_splits(rows: int, kv_heads: int, max_blocks: int) -> int:
+def default_splits(rows: int, kv_heads: int, max_blocks: int, multiprocessors: int = 132) -> int:
     """Programs a row and group: a power of 2, about two a multiprocessor in all, about two blocks each at the end."""
-    wanted = max(1, _PROGRAMS // (rows * kv_heads))
+    wanted = max(1, 2 * multiprocessors // (rows * kv_heads))
     return min(1 << (wanted.bit_length() - 1), max(1, triton.next_power_of_2(max_blocks) // 2), 32)
 
 
@@ -151,7 +149,8 @@ def attend(
         return out
     exact = q.dtype == torch.float32
     block = min(block, 32) if exact else block
-    splits = splits or default_splits(rows, kv_heads, page_table.shape[1] * page // block)
+    max_blocks = page_table.shape[1] * page // block
+    splits = splits or default_splits(rows, kv_heads, max_blocks, device_limits(q.device).multiprocessors)
     partial = q.new_empty(rows * heads * splits * width if splits > 1 else 1, dtype=torch.float32)
     stats = q.new_empty(rows * heads * splits * 2 if splits > 1 else 1, dtype=torch.float32)
     _attend_kernel[(rows, kv_heads, splits)](
