@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, Qwen2Config
 
 from grpo_lit.lora import LoRAConfig
-from grpo_lit.memory.fit import fits, largest_micro_batch, longest_completion, peak
+from grpo_lit.memory.fit import _largest, fits, largest_micro_batch, longest_completion, peak
 from grpo_lit.memory.measure import tensor_ledger
 from grpo_lit.memory.plan import (
     GIB,
@@ -202,3 +202,7 @@ def test_largest_sizes_fit_and_one_more_does_not() -> None:
     assert not fits(sizes, QLORA, replace(step, completion_tokens=8192, micro_rows=rows + 1), budget)
     assert longest_completion(sizes, QLORA, step, 1 * GIB) == 0
     assert peak(sizes, QLORA, step).total < 2.3 * GIB + 32 * MIB
+
+
+def test_the_search_finds_every_limit() -> None:
+    assert [_largest(100, lambda n, last=last: n <= last) for last in range(102)] == [*range(101), 100]  # type: ignore[misc]
