@@ -40,6 +40,10 @@ def test_a_question_within_a_longer_one_is_a_copy() -> None:
     assert [(p.first, p.second, p.equal) for p in find_overlap([STORY], [longer])] == [(0, 0, False)]
 
 
+def test_sums_of_other_numbers_are_other_questions() -> None:
+    assert find_duplicates(["1+2+3+4+5+6", "7+8+9+1+2+3", "1+2+3+4+5+7"]) == []
+
+
 def test_boilerplate_is_no_resemblance() -> None:
     frame = "Please solve the following problem step by step and give a number: {} times {}"
     names = [f"{first}{second}" for first in "abcdefghi" for second in "klmnopqrs"]
