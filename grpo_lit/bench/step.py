@@ -28,7 +28,7 @@ from grpo_lit.errors import UserError
 
 # rollout engine and further arguments; lean: without layers recorded as CUDA graphs, as on a small card
 OURS: dict[str, tuple[str, list[str]]] = {
-    "graph": ("graph", []),
+    "graph": ("graph", ["--model.policy.layer_graphs=true"]),
     "graph-lean": ("graph", ["--model.policy.layer_graphs=false"]),
     "hf": ("hf", []),
     "vllm": ("vllm", []),
