@@ -28,8 +28,13 @@ from grpo_lit.bench.shapes import SHAPES, write_model_folder
 from grpo_lit.callbacks.vram_profiler import PhaseMemory, VRAMProfiler
 from grpo_lit.datamodules.loader import PromptBatch
 from grpo_lit.errors import UserError
+from grpo_lit.memory.fit import largest_micro_batch
 from grpo_lit.memory.plan import GIB, MIB
+from grpo_lit.memory.settings import formats_of, step_sizes_of
+from grpo_lit.memory.sizes import ModelSizes
 from grpo_lit.memory.units import parse_bytes
+from grpo_lit.model_source import load_model_config, resolve_model_source
+from grpo_lit.module import GRPOModule
 from grpo_lit.rollout import Rollout, SamplingConfig
 from grpo_lit.rollout.base import left_pad
 
@@ -130,6 +135,8 @@ def _measure(name: str, options: argparse.Namespace, extra: list[str], on_cuda: 
         # The profiler begins before the model is built, so that loading is part of what it sees.
         cli = build("fit", _arguments(options, folder, Path(scratch) / "run", on_cuda) + extra)
         cli.trainer.callbacks += [profiler, _FullLength(options.synthetic)]  # type: ignore[attr-defined]
+        if on_cuda:
+            _fit_micro_batch(cli.model, options)
         start = time.perf_counter()
         cli.trainer.fit(cli.model, train_dataloaders=_Prompts(options.prompt_tokens))
         seconds = time.perf_counter() - start
@@ -149,6 +156,17 @@ def _measure(name: str, options: argparse.Namespace, extra: list[str], on_cuda: 
         cli.model.engine.close()
         cli.model.policy = None
     return rows
+
+
+def _fit_micro_batch(module: GRPOModule, options: argparse.Namespace) -> None:
+    """Lower the micro-batch to the rows that the plan fits into the limit, where they are fewer."""
+    config = load_model_config(resolve_model_source(module.policy_config.path))
+    formats = formats_of(module, model_type=str(config.model_type))
+    step = step_sizes_of(module, prompt_tokens=options.prompt_tokens, prompts=1)
+    rows = largest_micro_batch(ModelSizes.of(config), formats, step, options.cap, step.micro_rows)
+    if 0 < rows < step.micro_rows:
+        print(f"micro-batches of {rows} rows: {step.micro_rows} are planned to exceed the limit", flush=True)
+        module.micro_batch_size = rows
 
 
 def _arguments(options: argparse.Namespace, folder: Path, root: Path, on_cuda: bool) -> list[str]:
