@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from grpo_lit.datamodules.datasets import DATASETS, Row, dataset_spec, load_rows
+from grpo_lit.datamodules.datasets import ALIASES, DATASETS, Row, dataset_spec, load_rows
 from grpo_lit.errors import UserError
 from grpo_lit.evaluation.config import FINAL_TESTS, TIERS, DatasetEntry, EvaluateConfig, ModelEntry, safe_name
 from grpo_lit.evaluation.models import read_run_config
@@ -102,7 +102,7 @@ def _load_task(config: EvaluateConfig, label: str, entry: DatasetEntry) -> Task:
         task = _held_out(label, entry, config)
         task.rows = task.rows[:limit]
         return task
-    name = entry.name or label
+    name = registered_name(entry.name or label)
     spec = dataset_spec(name)
     split = entry.split or ("test" if "test" in spec.splits else spec.splits[0])
     path = entry.path or _local_file(config.data_dir, name, split)
@@ -130,6 +130,19 @@ def _load_task(config: EvaluateConfig, label: str, entry: DatasetEntry) -> Task:
         path or f"{spec.hub or name} ({split})",
         settings={"name": name, "split": split, "path": path, "options": entry.options},
     )
+
+
+def registered_name(name: str) -> str:
+    """The registry's name of a dataset that is given by another spelling or by its hub id; others stay as they are.
+
+    >>> registered_name("MATH-500"), registered_name("HuggingFaceH4/MATH-500"), registered_name("mine")
+    ('math500', 'math500', 'mine')
+    """
+    key = name.lower().replace("-", "_")
+    key = ALIASES.get(key, key)
+    if key in DATASETS:
+        return key
+    return next((own for own, spec in DATASETS.items() if (spec.hub or "").lower() == name.lower()), name)
 
 
 def _local_file(folder: str | None, name: str, split: str) -> str | None:

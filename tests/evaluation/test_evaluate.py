@@ -243,6 +243,8 @@ def test_tiers_name_registered_datasets_and_read_local_files(tmp_path: Path) -> 
     large = EvaluateConfig(models={"m": ModelEntry(path="p")}, tier="maximal", datasets={"aime24": DatasetEntry()})
     assert large.num_samples("aime24", "sampled") == 32
     assert set(TIERS["minimal"].datasets) < set(TIERS["strong"].datasets) < set(TIERS["maximal"].datasets)
+    by_hub_id = {"x": DatasetEntry(name="HuggingFaceH4/MATH-500", path=str(tmp_path / "math500.jsonl"))}
+    assert load_tasks(EvaluateConfig(datasets=by_hub_id))[0].final_test
     with pytest.raises(UserError, match="tier"):
         complete_config(EvaluateConfig(models={"m": ModelEntry(path="p")}))
 
