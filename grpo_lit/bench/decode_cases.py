@@ -1,7 +1,7 @@
 """Cases of the kernel benchmark for one decode step: products of a few rows, attention over pages, sampling.
 
 A decode step runs inside a CUDA graph, so these are timed inside one: each candidate is a graph of as many calls as
-it takes to read more than the second-level cache holds, each on weights or caches of its own.
+it takes to read more than the second-level cache holds, eight at least, each on weights or caches of its own.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _quantized(weight: Tensor) -> tuple[Tensor, Any]:
 
 
 def _copies(bytes_each: float, device: torch.device) -> int:
-    return max(2, min(64, int(_CACHE_BYTES / bytes_each))) if device.type == "cuda" else 1
+    return max(8, min(64, int(_CACHE_BYTES / bytes_each))) if device.type == "cuda" else 1
 
 
 def nf4_case(name: str, rows: int, out: int, width: int, dtype: torch.dtype, device: torch.device) -> Case:
