@@ -138,7 +138,7 @@ def _measure(
                     "share_of_limit": limit / got.ms_per_step if limit else None,
                     "base_mib": got.base_mib,
                     "peak_mib": got.peak_mib,
-                    "first_call_s": got.first_seconds,
+                    "startup_s": got.startup_seconds,
                     **context,
                 }
         engine.close()
@@ -166,14 +166,14 @@ def _headline(context: dict[str, Any], shape: str) -> str:
 def _line(row: dict[str, Any], *, first: bool) -> str:
     title = (
         f"{'engine':7s} {'format':10s} {'rows':>5s} {'tokens':>6s} {'ms/step':>8s} {'tokens/s':>9s} "
-        f"{'limit ms':>8s} {'share':>6s} {'base MiB':>9s} {'peak MiB':>9s} {'first s':>8s}\n"
+        f"{'limit ms':>8s} {'share':>6s} {'base MiB':>9s} {'peak MiB':>9s} {'startup s':>9s}\n"
     )
     limit = f"{row['limit_ms']:8.3f} {row['share_of_limit']:6.1%}" if row["limit_ms"] else f"{'-':>8s} {'-':>6s}"
     mark = "" if row["tokens"] == row["tokens_timed"] else f"  (timed on {row['tokens_timed']} tokens)"
     return (title if first else "") + (
         f"{row['engine']:7s} {row['format']:10s} {row['rows']:5d} {row['tokens']:6d} {row['ms_per_step']:8.3f} "
         f"{row['tokens_per_s']:9.0f} {limit} {row['base_mib']:9.0f} {row['peak_mib']:9.0f} "
-        f"{row['first_call_s']:8.2f}{mark}"
+        f"{row['startup_s']:9.2f}{mark}"
     )
 
 

@@ -109,14 +109,14 @@ class Measurement:
     Attributes:
         seconds: of each timed call, prefill and recording included.
         num_tokens: tokens a row in the timed calls.
-        first_seconds: of the first call of the engine at this size, compiling and recording included.
+        startup_seconds: what the first call at this size took longer: compiling and loading kernels.
         base_mib: memory allocated before.
         peak_mib: most memory allocated during a call.
     """
 
     seconds: list[float]
     num_tokens: int
-    first_seconds: float
+    startup_seconds: float
     base_mib: float
     peak_mib: float
 
@@ -150,7 +150,9 @@ def measure(
     seconds: list[float] = []
     peak = 0.0
     start = time.perf_counter()
-    generate(engine, rows, min(16, num_tokens), prompt_tokens, vocab)
+    generate(engine, rows, num_tokens, prompt_tokens, vocab)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
     first = time.perf_counter() - start
     for _ in range(samples):
         engine.release()
@@ -164,7 +166,8 @@ def measure(
             peak = max(peak, torch.cuda.max_memory_allocated(device) / 2**20)
         seconds.append(time.perf_counter() - start)
     engine.release()
-    return Measurement(seconds, num_tokens, first, base, peak)
+    startup = max(0.0, first - statistics.median(seconds))
+    return Measurement(seconds, num_tokens, startup, base, peak)
 
 
 @contextmanager

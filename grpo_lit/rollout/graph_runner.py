@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -12,6 +14,12 @@ from grpo_lit.rollout.plan import RolloutPlan
 
 _UNFINISHED: list[object] = []
 """Pools of recordings that broke off; torch aborts the process if such a pool is freed."""
+
+
+@functools.cache
+def _capture_stream(device: int) -> torch.cuda.Stream:
+    """One stream for all recordings: cuBLAS keeps a workspace for every stream it has seen."""
+    return torch.cuda.Stream(device)
 
 
 class DecodeBuffers:
@@ -109,7 +117,7 @@ class GraphRunner:
         if self._pool is None:
             self._pool = torch.cuda.MemPool()
         graph = torch.cuda.CUDAGraph()
-        current, side = torch.cuda.current_stream(), torch.cuda.Stream()
+        current, side = torch.cuda.current_stream(), _capture_stream(torch.cuda.current_device())
         side.wait_stream(current)
         with torch.cuda.stream(side):
             graph.capture_begin(pool=self._pool.id, capture_error_mode="relaxed")  # type: ignore[arg-type]
