@@ -190,13 +190,14 @@ class Passes:
 
     # ---- an optimizer step --------------------------------------------------------------------------------------
 
-    def _step(self, totals: dict[str, Tensor], flat: Sequence[FlatGradients]) -> dict[str, float]:
+    def _step(self, totals: dict[str, Tensor], flat: list[FlatGradients]) -> dict[str, float]:
         """Reduce gradients over ranks, clip, step; a non-finite pass is skipped, kept on disk and counted."""
         module, parameters = self.module, self.parameters
         optimizer = module.optimizers()
         assert not isinstance(optimizer, list)
         with module.phase.with_other_ranks("allreduce"):
             module.world.reduce_gradients(flat)
+        flat.clear()  # as large as the gradients, and done with
         metrics = totals_to_metrics(module.world.merge_totals(totals))
         norm = module.phase.attempt(lambda: _gradient_norm(parameters))
         metrics["grad_norm"] = float(norm)
