@@ -412,7 +412,8 @@ def test_guarded_children_end_with_a_killed_parent(tmp_path: Path) -> None:
     code = (
         "import os, subprocess, time; from grpo_lit.rollout.vllm_guard import ChildGuard, new_children\n"
         "with new_children() as pids:\n"
-        "    subprocess.Popen(['sh', '-c', 'sleep 60 & wait'], start_new_session=True); time.sleep(0.3)\n"
+        "    subprocess.Popen(['sh', '-c', 'sleep 60 & wait'], start_new_session=True, stdout=subprocess.DEVNULL)\n"
+        "    time.sleep(0.3)\n"
         "guard = ChildGuard(pids); print(*pids, flush=True); os.kill(os.getpid(), 9)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
