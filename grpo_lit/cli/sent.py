@@ -15,7 +15,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from lightning.pytorch.cli import LightningArgumentParser
+from numpy.typing import NDArray
 
 from grpo_lit.cli.parser import GRPOCLI
 from grpo_lit.cli.train import build, check_data
@@ -32,13 +34,14 @@ from grpo_lit.datamodules.sent_cache import (
     read_sent_cache,
 )
 from grpo_lit.datamodules.sent_report import draw, markdown
-from grpo_lit.errors import UserError
+from grpo_lit.errors import SystemFault, UserError
 from grpo_lit.module import GRPOModule
+from grpo_lit.oom import is_out_of_memory
 from grpo_lit.policy import load_policy
 from grpo_lit.prompts import prefilled_tail
 from grpo_lit.rewards import compute_rewards, final_answer
 from grpo_lit.rewards.compute import reward_name
-from grpo_lit.rollout import RolloutEngine, build_engine, row_keys
+from grpo_lit.rollout import Rollout, RolloutEngine, SamplingConfig, build_engine, row_keys
 
 
 @dataclass
@@ -150,7 +153,7 @@ def measure(module: GRPOModule, engine: RolloutEngine, batch: PromptBatch, sampl
     """Entropy and pass rate of each prompt of a batch."""
     indices = [index for index in batch.indices for _ in range(samples)]
     keys = row_keys(module.seed, 0, indices, list(range(samples)) * len(batch), "generate")
-    rollout = engine.generate(batch.prompt_ids, [samples] * len(batch), keys, module.rollout_config.sampling)
+    rollout = _generate(engine, batch, samples, keys, module.rollout_config.sampling)
     groups = rollout.group_ids.tolist()
     texts = [
         prefilled_tail(batch.prompts[group]) + module.encoder.decode(ids[:length])
@@ -169,3 +172,26 @@ def measure(module: GRPOModule, engine: RolloutEngine, batch: PromptBatch, sampl
         rate = sum(known) / len(known) if known else None
         entries.append(SentEntry(index, cluster_entropy(clusters), clusters, rate, answers))
     return entries
+
+
+def _generate(
+    engine: RolloutEngine, batch: PromptBatch, samples: int, keys: NDArray[np.uint64], sampling: SamplingConfig
+) -> Rollout:
+    """Sample; out of memory, again with half the rows at once: same rows, same draws.
+
+    Raises:
+        SystemFault: out of memory at a single row.
+    """
+    while True:
+        try:
+            return engine.generate(batch.prompt_ids, [samples] * len(batch), keys, sampling)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            rows = min(engine.batch_size or len(keys), len(keys))
+            if rows <= 1:
+                raise SystemFault(f"out of memory at a single row ({' '.join(str(error).split())[:120]})") from error
+            cause = " ".join(str(error).split())[:60]
+        engine.release()
+        engine.batch_size = rows // 2
+        print(f"out of memory at {rows} rows ({cause}); going on with {rows // 2} at once", file=sys.stderr, flush=True)
