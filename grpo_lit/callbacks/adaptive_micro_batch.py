@@ -250,6 +250,7 @@ class AdaptiveMicroBatch(PhaseListener, Callback):
 
 
 def _free(module: GRPOModule) -> None:
+    module.live_policy.release()
     gc.collect()
     if module.device.type == "cuda":
         torch.cuda.empty_cache()

@@ -25,7 +25,8 @@ _KNOBS: dict[Phase, tuple[str, str]] = {
     "score": ("model.score_batch_size", "model.rollout.sampling.max_completion_length"),
     "train": (
         "model.micro_batch_size",
-        "model.rollout.sampling.max_completion_length, or set model.policy.gradient_checkpointing",
+        "model.rollout.sampling.max_completion_length, or set model.policy.gradient_checkpointing, activation_offload "
+        "or mlp_tile_tokens",
     ),
     "optimizer": ("nothing", "model.lora.rank, or use an optimizer with 8-bit or paged state"),
     "validate": ("model.rollout.batch_size", "model.validation.sampling.max_completion_length"),
