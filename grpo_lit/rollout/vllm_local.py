@@ -10,6 +10,7 @@ import os
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from multiprocessing import resource_tracker
 from typing import Any
 
 import torch
@@ -281,7 +282,8 @@ def _set(variables: dict[str, str | None]) -> None:
 
 @contextmanager
 def _child_ignores_ctrl_c() -> Iterator[None]:
-    """Children started inside inherit a mask without SIGINT; the terminal sends it to the whole process group."""
+    """Children started inside inherit a mask that blocks SIGINT, which a terminal sends to the whole process group."""
+    resource_tracker.ensure_running()  # its start, if it came later, would unblock the signal
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
