@@ -76,8 +76,7 @@ def _threshold(keys: Tensor, mask: Tensor, keep: float, all_reduce: Callable[[Te
     rank = None  # how many keys from the top, among those that share the prefix
     for shift in (24, 16, 8, 0):
         digit = (keys >> shift) & 255
-        counts = torch.zeros(256, dtype=torch.int64, device=keys.device)
-        counts.scatter_add_(0, digit.long(), live.long())
+        counts = _histogram(digit, live)
         if all_reduce is not None:
             all_reduce(counts)
         from_top = counts.flip(0).cumsum(0)  # (256,) keys with digit 255, with 254 or more, ...
@@ -89,6 +88,15 @@ def _threshold(keys: Tensor, mask: Tensor, keep: float, all_reduce: Callable[[Te
         prefix = prefix | (chosen.clamp(min=0) << shift).int()
         live = live & (digit == chosen)
     return torch.where(from_top[-1] == 0, torch.full_like(prefix, 2**31 - 1), prefix)
+
+
+def _histogram(digit: Tensor, live: Tensor) -> Tensor:
+    """(256,) int64, how many live digits there are of each."""
+    if digit.is_cuda and len(digit) <= 1 << 17:
+        # most digits are the same few, and additions to one address wait for each other
+        return ((digit[:, None] == torch.arange(256, device=digit.device)) & live[:, None]).sum(0)
+    counts = torch.zeros(256, dtype=torch.int64, device=digit.device)
+    return counts.scatter_add_(0, digit.long(), live.long())
 
 
 def keep_row_weight(weights: Tensor, kept: Tensor) -> Tensor:
