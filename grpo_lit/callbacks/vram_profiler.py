@@ -240,12 +240,12 @@ class VRAMProfiler(PhaseListener, Callback):
 
     def _warn(self, phase: str, reading: Reading) -> None:
         capacity = self.meter.capacity()
-        share = reading.peak_reserved / capacity
+        share = reading.peak_allocated / capacity  # what is reserved beyond it is given back when it is needed
         if share < self.warn_at or any(text.startswith(f"{phase}:") for text in self.warnings):
             return
         text = (
-            f"{phase}: {reading.peak_reserved / MIB:.0f} of {capacity / MIB:.0f} MiB reserved ({share:.0%}), "
-            f"{reading.peak_allocated / MIB:.0f} of them in live tensors; grpo-lit check says what would fit"
+            f"{phase}: {reading.peak_allocated / MIB:.0f} of {capacity / MIB:.0f} MiB in live tensors ({share:.0%}), "
+            f"{reading.peak_reserved / MIB:.0f} reserved; grpo-lit check says what would fit"
         )
         self.warnings.append(text)
         _log.warning(text)
