@@ -24,8 +24,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
+from transformers.pytorch_utils import Conv1D
 
-from grpo_lit.errors import SystemFault
+from grpo_lit.errors import SystemFault, UserError
 from grpo_lit.lora import lora_layers, read_adapter_config
 from grpo_lit.policy import Policy
 from grpo_lit.prompts import PromptEncoder
@@ -272,12 +273,15 @@ def build_vllm_engine(config: RolloutConfig, policy: Policy, encoder: PromptEnco
     """The engine of a training or an evaluation: over the policy's own base, following its adapters if it has any.
 
     Raises:
-        UserError: vLLM is not installed or can't run the model.
+        UserError: vLLM is not installed or can't adapt the model.
         SystemFault: vLLM does not start, or no server answers.
     """
     settings = config.vllm
     settings.check_installed()
     ranks = [layer.rank for _, layer in lora_layers(policy.model)]
+    if any(isinstance(layer.base_layer, Conv1D) for _, layer in lora_layers(policy.model)):
+        accepted = f"another engine for {type(policy.model).__name__}: vLLM has no adapters for this family"
+        raise UserError("model.rollout.engine", "vllm", accepted)
     policy_dtype = policy.model.dtype
     backend: VLLMBackend
     if settings.mode == "server":

@@ -48,8 +48,10 @@ class LocalBackend:
         on_gpu = device.type == "cuda"
         self.device_sleeps = config.sleep and on_gpu
         with _environment(_variables(config, device)), _child_ignores_ctrl_c(), new_children() as pids:
-            from vllm import LLM
-
+            try:
+                from vllm import LLM
+            except Exception as error:  # whatever its own imports raise, such as a torchvision of another torch
+                raise SystemFault(f"vLLM is installed but can't be imported: {' '.join(str(error).split())}") from error
             try:
                 self._llm: Any = LLM(
                     location,

@@ -19,9 +19,9 @@ from grpo_lit.errors import SystemFault, UserError
 from grpo_lit.lora import LoRAConfig, adapters_off, load_adapter, lora_layers
 from grpo_lit.module import GRPOModule
 from grpo_lit.policy import Policy, PolicyConfig, load_policy
-from grpo_lit.prompts import load_tokenizer
+from grpo_lit.prompts import PromptEncoder, load_tokenizer
 from grpo_lit.rollout import HFEngine, RolloutConfig, SamplingConfig, VLLMConfig, row_keys, vllm_base
-from grpo_lit.rollout.vllm import VLLMEngine, probe_tolerance
+from grpo_lit.rollout.vllm import VLLMEngine, build_vllm_engine, probe_tolerance
 from grpo_lit.rollout.vllm_adapter import AdapterFolders, ram_folder
 from grpo_lit.rollout.vllm_backend import Adapter, OnRow, RowEnd, Sampled, request_seeds
 from grpo_lit.rollout.vllm_base import base_location, write_base
@@ -391,6 +391,13 @@ def test_all_weights_cannot_be_handed_over(tiny_llama: Path) -> None:
     rollout = RolloutConfig(engine="vllm", vllm=VLLMConfig(mode="server"))
     with pytest.raises(UserError, match="model.lora"):
         GRPOModule(PolicyConfig(str(tiny_llama)), lora=None, rollout=rollout)
+
+
+def test_gpt2_has_no_adapters_in_vllm(tiny_gpt2: Path) -> None:
+    policy = load_policy(PolicyConfig(str(tiny_gpt2), dtype="fp32"), LoRAConfig(4, targets=["c_attn"]))
+    config = RolloutConfig(engine="vllm", vllm=VLLMConfig(mode="server"))
+    with pytest.raises(UserError, match="GPT2LMHeadModel"):
+        build_vllm_engine(config, policy, PromptEncoder(load_tokenizer(policy.source)))
 
 
 def test_rank_is_rounded_up_to_what_vllm_knows() -> None:
