@@ -42,8 +42,6 @@ def dense_plan(rows: int, columns: int, width: int, gated: bool, multiprocessors
     depth = 128 if width % 128 == 0 else 64
     if gated or columns > 8192:
         return Plan(64, 1, depth, 4, 3) if rows <= 16 else Plan(32, 1, depth, 2, 4)
-    if rows <= 16 and columns <= 16 * multiprocessors and width % 512 == 0 and width <= 2048:
-        return Plan(16, 1, 512, 2, 4, 8)  # small enough for whole columns: no sum over programs
     splits = max(1, min(round(2 * multiprocessors / triton.cdiv(columns, 64)), triton.cdiv(width, depth)))
     return Plan(64, splits, depth, 4, 4, 2)
 

@@ -135,8 +135,8 @@ def attend(
     *,
     splits: int | None = None,
     block: int = 64,
-    num_warps: int = 2,
-    num_stages: int = 3,
+    num_warps: int = 4,
+    num_stages: int = 2,
 ) -> Tensor:
     """(R, Hq, D); ``splits`` programs at most work on a row and group, each over blocks of ``block`` tokens."""
     q, page_table = q.contiguous(), page_table.contiguous()
@@ -148,7 +148,6 @@ def attend(
     if not rows:
         return out
     exact = q.dtype == torch.float32
-    num_stages = num_stages if width <= 128 else min(num_stages, 2)
     block = min(block, 32) if exact else block
     max_blocks = page_table.shape[1] * page // block
     splits = splits or default_splits(rows, kv_heads, max_blocks, device_limits(q.device).multiprocessors)
