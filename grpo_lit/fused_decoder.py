@@ -177,7 +177,7 @@ def choose_fused(
     checkpointing: LayerCheckpointing | None,
     wanted: bool | None,
     chunk_tokens: int | None = None,
-    graphs: bool | None = None,
+    graphs: bool = False,
 ) -> FusedDecoder | None:
     """The fused decoder where it is wanted and possible.
 
@@ -186,7 +186,7 @@ def choose_fused(
         checkpointing: which layers keep their input alone for the backward.
         wanted: None for on CUDA where the model allows it.
         chunk_tokens: tokens of a chunk of the feed-forward part; None for the default.
-        graphs: record the layers as CUDA graphs (`grpo_lit.fused_graphs`); None does where 8 GiB are free.
+        graphs: record the layers as CUDA graphs (`grpo_lit.fused_graphs`) where 8 GiB are free.
 
     Raises:
         UserError: it is wanted, and this model can't be run so.
@@ -201,8 +201,8 @@ def choose_fused(
         return None
     _log.info("layers run through grpo_lit.fused_layers")
     decoder = FusedDecoder(model, checkpointing, chunk_tokens or CHUNK_TOKENS)
-    if graphs is True and model.device.type == "cuda":
+    if graphs and model.device.type == "cuda":
         from grpo_lit.fused_graphs import LayerGraphs
 
-        decoder.graphs = LayerGraphs(decoder, *(() if graphs is None else (0,)))
+        decoder.graphs = LayerGraphs(decoder)
     return decoder

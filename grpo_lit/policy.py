@@ -58,9 +58,9 @@ class PolicyConfig:
     fused_layers: bool | None = None
     """Run the decoder layers through grpo_lit.fused_layers (packed tokens, one autograd node a layer) when scoring
     and training; null does so on CUDA where the model is of a supported family over a frozen base."""
-    layer_graphs: bool | None = None
-    """Record the fused layers as CUDA graphs (grpo_lit.fused_graphs), which a fast GPU needs to be kept busy, while all
-    of them are checkpointed; takes memory of its own. null does so where 8 GiB are free."""
+    layer_graphs: bool = False
+    """Record the fused layers as CUDA graphs (grpo_lit.fused_graphs) while all of them are checkpointed: fewer launches
+    for a GPU that waits for them, memory of its own in return. Experimental: not yet measured on a GPU."""
     cpu_threads: int | None = None
     """Threads of torch on the CPU; null leaves torch's choice. A tiny model is faster with 1, above all on a busy
     machine, where threads wait for each other after every small operation."""
