@@ -112,6 +112,8 @@ class Flight:
             return
         self._slots += [None] * (max(slot for slot, _ in chosen) + 1 - len(self._slots))
         wanted = dict.fromkeys(self.rows[index].group for _, index in chosen)
+        if plan.prefill_all:
+            wanted = dict.fromkeys(number for number, group in enumerate(self._groups) if group.not_done)
         fresh = [group for group in wanted if not self._groups[group].ready]
         prefill(
             self._policy,

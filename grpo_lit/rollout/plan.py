@@ -30,6 +30,8 @@ class RolloutPlan:
         pages_per_row: P, columns of the page table: pages of the longest row, rounded up to a multiple of 4.
         num_pages: pages of the cache, the one that pads page tables included.
         num_positions: positions of the longest row.
+        prefill_all: whether there are pages for every prompt at once, so that all are prefilled at the start and
+            rows that wait need no forward when a slot is free.
     """
 
     num_rows: int
@@ -38,6 +40,7 @@ class RolloutPlan:
     pages_per_row: int
     num_pages: int
     num_positions: int
+    prefill_all: bool = True
 
     @property
     def buckets(self) -> list[int]:
@@ -89,8 +92,11 @@ def plan_rollout(
     while num_slots > 1 and num_bytes(num_slots) > budget_bytes:
         num_slots -= 1
     longest = max((group.prompt_length for group in groups), default=1) - 1 + max_new_tokens
+    extra = sum(shared[num_slots:])
+    prefill_all = 2 * extra <= num_slots * private and num_bytes(num_slots) + extra * shape.page_bytes <= budget_bytes
+    pages = num_pages(num_slots) + (extra if prefill_all else 0)
     columns = -(-pages_for(longest) // 4) * 4  # attention is compiled by this width: few different ones
-    return RolloutPlan(num_rows, max_new_tokens, num_slots, columns, num_pages(num_slots), longest)
+    return RolloutPlan(num_rows, max_new_tokens, num_slots, columns, pages, longest, prefill_all)
 
 
 def free_bytes(device: torch.device) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ from grpo_lit.rollout.flight import Flight
 from grpo_lit.rollout.graph import GraphEngine
 from grpo_lit.rollout.model_reader import UnsupportedModel
 from grpo_lit.rollout.pages import PAGE
+from grpo_lit.rollout.plan import RolloutPlan, plan_rollout
+from grpo_lit.rollout.prefill import prefill
 
 LONG = [4 + (7 * i) % 30 for i in range(PAGE + 20)]
 PROMPTS = [[3, 4, 5, 6], [7], LONG, [8, 9, 10], [5] * PAGE, [6] * (PAGE + 1)]
@@ -175,6 +178,30 @@ def test_steps_are_few_and_shrink_with_the_rows(tiny_llama: Path) -> None:
     lengths = sorted(wanted.lengths.tolist(), reverse=True)
     assert len(sizes) == lengths[0]
     assert sizes == [sum(length > step for length in lengths) for step in range(len(sizes))]
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_prompts_are_prefilled_once_together_or_as_slots_free(
+    at_once: bool, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy, tokenizer = load(tiny_llama)
+    sampling = SamplingConfig(max_completion_length=9)
+    wanted = GraphEngine(policy, tokenizer).generate(PROMPTS, COUNTS, KEYS, sampling)
+    calls: list[list[int]] = []
+
+    def counted(policy: Any, cache: Any, pool: Any, groups: Any, **options: Any) -> None:
+        calls.append([len(prompt) for prompt, _ in groups])
+        prefill(policy, cache, pool, groups, **options)
+
+    def planned(*args: Any, **options: Any) -> RolloutPlan:
+        return replace(plan_rollout(*args, **options), prefill_all=at_once, num_pages=40)
+
+    monkeypatch.setattr("grpo_lit.rollout.flight.prefill", counted)
+    monkeypatch.setattr("grpo_lit.rollout.graph.plan_rollout", planned)
+    assert_same_rows(wanted, GraphEngine(policy, tokenizer, batch_size=2).generate(PROMPTS, COUNTS, KEYS, sampling))
+    prefilled = [length for lengths in calls for length in lengths]
+    assert sorted(prefilled) == sorted(len(p) for p, count in zip(PROMPTS, COUNTS, strict=True) if count)
+    assert len(calls[0]) == (5 if at_once else 1)
 
 
 def test_fixed_slots_change_no_row(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,6 +37,17 @@ def test_rows_that_do_not_fit_wait() -> None:
     assert plan([128] * 8, [4] * 8, batch_size=1000).num_slots == 32
 
 
+def test_all_prompts_are_held_at_once_where_that_is_cheap() -> None:
+    short = plan([100] * 16, [16] * 16)
+    assert short.prefill_all
+    assert short.num_pages == 1 + 128 * 13 + 16 * 2
+    long = plan([4000] * 64, [4] * 64, tokens=64, batch_size=4)
+    assert not long.prefill_all
+    assert long.num_pages == 1 + 4 * 2 + 4 * 63
+    tight = plan([100] * 16, [1] * 16, batch_size=8, budget=(short.num_pages + 1) * SHAPE.page_bytes / 10)
+    assert not tight.prefill_all or tight.num_pages * SHAPE.page_bytes < short.num_pages * SHAPE.page_bytes / 10
+
+
 @pytest.mark.parametrize("num_slots", [1, 3, 7, 50])
 @pytest.mark.parametrize("tokens", [1, 64, 200])
 def test_pages_suffice_in_the_worst_order(num_slots: int, tokens: int) -> None:
@@ -52,8 +63,9 @@ def test_pages_suffice_in_the_worst_order(num_slots: int, tokens: int) -> None:
     while waiting or running:
         while waiting and len(running) < num_slots:
             group = waiting.pop(0)
-            if not group.ready:
-                group.take_shared(pool)
+            for other in groups if sizes.prefill_all else [group]:
+                if not other.ready:
+                    other.take_shared(pool)
             running.append((group, pool.take(group.num_private(tokens))))
         group, pages = running.pop(int(torch.randint(len(running), ())))
         pool.give(pages)
