@@ -1,8 +1,8 @@
 """Products of a few rows with matrices in 16 bits or NF4; see ``grpo_lit.kernels.decode_linear``.
 
 A program multiplies a tile of columns (rows of W) with all rows of x over its share of K. Weights are the left
-operand of the tensor cores, whose width fits a tile, and the few rows of x the right one, padded to 8 or 16. The last of
-a tile's programs to finish adds the shares up, in a fixed order, and does what follows the product.
+operand of the tensor cores, whose width fits a tile, and the few rows of x the right one, padded to 8 or 16. The
+last of a tile's programs to finish adds the shares up, in a fixed order, and does what follows the product.
 """
 
 from __future__ import annotations

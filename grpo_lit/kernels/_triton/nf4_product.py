@@ -1,11 +1,13 @@
 """A few rows times NF4 matrices; see ``grpo_lit.kernels.decode_linear`` and ``grpo_lit.kernels.nf4``.
 
 What holds it (H200, 4 rows, 1536 -> 8960): 11.5 us, where reading the weights takes 1.7 and a launch with a sum over
-programs alone about 4. Turning 8 weights into numbers takes 21 integer instructions (16 of them byte permutes, which
-run at half rate), 2.6 a weight; the whole loop takes 4.5 to 5 a weight at 8 padded rows, so the integer units alone
-need twice the time of reading. What helped: table words that the compiler keeps in registers (352 to 319 instructions
-for 64 weights), scales read two blocks ahead, five or more stages in flight (16 us instead of 21 for gate and up
-together), 8 rows instead of 16. What did not: wider tiles, four warps, asking for the weights ahead of the wait.
+programs alone about 4. Turning 8 weights into numbers takes 21 integer instructions (16 of them byte permutes),
+2.6 a weight, and the whole loop 4.5 to 5 a weight at 8 padded rows. By that count the integer units, at half the rate
+of the float ones, would need about twice the time of reading; the rest is latency.
+
+What helped: table words that the compiler keeps in registers (352 to 319 instructions for 64 weights), scales read
+two blocks ahead, five or more stages in flight (16 us instead of 21 for gate and up together), 8 rows instead of 16.
+What did not: wider tiles, four warps, asking for the weights ahead of the wait.
 """
 
 from __future__ import annotations
