@@ -90,8 +90,8 @@ class AutoCheckpointing(PhaseListener, Callback):
             share: of memory, at the peak.
             layer_share: of memory, that a layer's activations take where they are kept.
 
-        >>> AutoCheckpointing().decide(28, 28, 0.5, 0.03), AutoCheckpointing().decide(20, 28, 0.9, 0.03)
-        (20, 27)
+        >>> AutoCheckpointing().decide(28, 28, 0.5, 0.02), AutoCheckpointing().decide(20, 28, 0.9, 0.02)
+        (15, 27)
         """
         if share > self.upper:
             return min(total, count + max(1, total // 4))

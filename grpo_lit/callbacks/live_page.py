@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import platform
+import statistics
 import time
+from collections import defaultdict, deque
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +45,7 @@ class LivePage(PhaseListener, Callback):
         self.server: LiveServer | None = None
         self.trace: TraceControl | None = None
         self._meter: Meter | None = None
-        self._seconds: dict[str, float] = {}
+        self._seconds: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=15))
         self._began = 0.0
 
     @override
@@ -87,7 +89,7 @@ class LivePage(PhaseListener, Callback):
     def on_phase_end(self, trainer: Trainer, pl_module: LightningModule, phase: Phase, seconds: float) -> None:
         """Keep its time and memory."""
         module: GRPOModule = pl_module  # type: ignore[assignment]
-        self._seconds[phase] = seconds
+        self._seconds[phase].append(seconds)
         step = module.rollout_step + (phase != "validate")
         if self.trace is not None:
             self.trace.phase_ends(phase)
@@ -121,7 +123,7 @@ class LivePage(PhaseListener, Callback):
     ) -> None:
         """Keep the step's metrics and sizes."""
         module: GRPOModule = pl_module  # type: ignore[assignment]
-        self._seconds["step"] = time.perf_counter() - self._began
+        self._seconds["step"].append(time.perf_counter() - self._began)
         if self.trace is not None:
             self.trace.step_ends()
         self.state.add("metrics", {"step": module.rollout_step, **module.step_metrics})
@@ -159,7 +161,8 @@ class LivePage(PhaseListener, Callback):
         return self._meter.free()
 
     def _seconds_of(self, phase: str | None) -> float:
-        return self._seconds.get("step" if phase is None else phase, 0.0)
+        """The usual time of a step or a phase: the median of the last ones, since a busy machine makes outliers."""
+        return statistics.median(self._seconds["step" if phase is None else phase] or [0.0])
 
 
 def _kinds(trainer: Trainer, phase: str) -> dict[str, int]:
