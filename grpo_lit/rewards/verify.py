@@ -7,6 +7,7 @@ Math-Verify in a worker process (`pool`).
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections import OrderedDict
@@ -144,6 +145,11 @@ class VerifierPool:
         return verdict if job is None else _Pending(job, verdict)
 
 
+# Numbers joined by + - * only: the question of an arithmetic task, not its answer. Fractions and powers are answers.
+_CALCULATION = re.compile(r"\s*[-+−]?\d[\d.]*(?:\s*(?:[-+*×·−]|\\times|\\cdot)\s*[-+−]?\d[\d.]*)+\s*")
+_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
+
+
 def _exact_verdict(response: str, gold: str, policy: VerifierPolicy) -> tuple[Verdict, Job | None]:
     """A verdict, or with a job one that is still to be completed by a worker."""
     found = final_answer(response)
@@ -156,6 +162,8 @@ def _exact_verdict(response: str, gold: str, policy: VerifierPolicy) -> tuple[Ve
     verdict = Verdict("wrong", text, "", found.source, "exact")
     if not wanted:
         return replace(verdict, kind="unparsable", reason="the gold answer is empty"), None
+    if _NUMBER.fullmatch(wanted) and _CALCULATION.fullmatch(text):
+        return replace(verdict, reason="a calculation that is not carried out"), None
     if len(text) > MAX_ANSWER_CHARS:
         return replace(verdict, kind="unparsable", reason=f"an answer of {len(text)} characters"), None
     answer = normalise(text)

@@ -377,3 +377,16 @@ def test_algebra_refuses_what_is_too_large(text: str) -> None:
 def test_algebra_leaves_the_rest_undecided(text: str) -> None:
     with pytest.raises(Undecided):
         read(text)
+
+
+@pytest.mark.parametrize(
+    "response", ["1+2", "1 + 2", "4-1", "0+1+2", r"\boxed{1+2}", r"\boxed{3 \times 1}", "The answer is 5-2"]
+)
+def test_echoing_the_question_is_no_answer(response: str) -> None:
+    """A policy that learns to repeat "1+2" would otherwise be paid for it."""
+    verdict = verify_math(response, "3")
+    assert verdict.kind == "wrong"
+    assert "not carried out" in verdict.reason
+    fine = {"1+2 = 3": "3", "-3": "-3", r"\boxed{6/2}": "3", r"\boxed{2^{10}}": "1024", "1+2": "1+2"}
+    for answer, gold in fine.items():
+        assert verify_math(answer, gold).correct, answer
