@@ -40,6 +40,8 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.instantiate_classes(parser.parse_args(list(arguments)))
     if options.output is None or not options.output.endswith(".jsonl"):
         raise UserError("output", options.output, "the name of a new .jsonl file")
+    if Path(options.output).expanduser().exists():  # it may be the input itself
+        raise UserError("output", options.output, "the name of a new .jsonl file; this one exists")
     spec = dataset_spec(options.dataset, options.columns)
     raw, where = read_raw(
         options.dataset, spec, split=options.split, path=options.path, options=options.dataset_options, argument="path"

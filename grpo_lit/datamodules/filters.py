@@ -43,6 +43,10 @@ class FilterConfig:
             low, high = getattr(self, f"min_{name}"), getattr(self, f"max_{name}")
             if low is not None and high is not None and low > high:
                 raise UserError(f"filter.min_{name}", low, f"at most filter.max_{name}={high}")
+            for bound, value in (("min", low), ("max", high)):
+                if value is not None and not 0 <= value <= (1 if name == "pass_rate" else math.inf):
+                    accepted = "a share from 0 to 1" if name == "pass_rate" else "at least 0"
+                    raise UserError(f"filter.{bound}_{name}", value, accepted)
 
 
 @dataclass
@@ -96,7 +100,15 @@ def filter_rows(
             alive[index] = normalise_row(row, spec, f"row {index}")
         except UserError as error:
             remove(index, "unreadable", error.accepted)
+    if raw and not alive:
+        raise UserError("path", "row 0", result.removed["unreadable"][0][1])  # as are all others
     figures = _figures(raw, alive, cache)
+    for rule, name in (("pass_rate", "pass_rate"), ("entropy", "semantic_entropy")):
+        for bound in (f"min_{rule}", f"max_{rule}"):
+            if getattr(config, bound) is not None and not any(name in figures.get(i, {}) for i in alive):
+                raise UserError(
+                    f"filter.{bound}", getattr(config, bound), f"a SENT cache, or numbers in a column {name}"
+                )
     if config.drop_unparsable_gold:
         golds = gold_problems([row["answer"] for row in alive.values()])
         for index, problem in zip(list(alive), golds, strict=True):
@@ -118,12 +130,16 @@ def _figures(raw: Sequence[Row], alive: dict[int, Row], cache: SentCache | None)
     """Pass rate and entropy of each row."""
     if cache is None:
         names = ("pass_rate", "semantic_entropy")
-        return {i: {name: row[name] for name in names if row.get(name) is not None} for i, row in enumerate(raw)}
+        return {i: {name: row[name] for name in names if _is_number(row.get(name))} for i, row in enumerate(raw)}
     found = rows_fingerprint(list(alive.values()))
     made_of = cache.key.get("dataset", {}).get("fingerprint")
     if found != made_of:
         raise UserError("sent_cache", str(cache.path), f"a cache of these rows ({found}), not of {made_of}")
     return {e.index: {"pass_rate": e.pass_rate, "semantic_entropy": e.entropy} for e in cache.entries}
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _broken_band(config: FilterConfig, figures: dict[str, Any]) -> tuple[str, str] | None:

@@ -34,6 +34,7 @@ def path(tmp_path: Path) -> Path:
 def run(path: Path, *more: str) -> tuple[list[dict[str, Any]], dict[str, dict[int, str]]]:
     """Kept rows, and by rule what went."""
     output = path.with_name("kept.jsonl")
+    output.unlink(missing_ok=True)
     assert main(["filter", "--dataset=gsm8k", f"--path={path}", f"--output={output}", *more]) == 0
     report = json.loads(output.with_suffix(".report.json").read_text())
     kept = [json.loads(line) for line in output.read_text().splitlines()]
@@ -101,6 +102,10 @@ def test_bands_of_pass_rate_and_entropy(path: Path, tmp_path: Path) -> None:
         (["--output=x.jsonl", "--sent_cache=nowhere.jsonl"], "sent_cache='nowhere.jsonl'"),
         (["--output=x.jsonl", "--against", "no_such_set"], "no_such_set"),
         (["--output=x.jsonl", "--filter.duplicates=all"], "duplicates"),
+        (["--output=x.jsonl", "--filter.max_pass_rate=2"], "filter.max_pass_rate=2"),
+        (["--output=x.jsonl", "--filter.max_length=-1"], "filter.max_length=-1"),
+        (["--output=x.jsonl", "--filter.min_pass_rate=0.1"], "a column pass_rate"),
+        (["--output=x.jsonl", "--dataset=custom", "--columns={question: other}"], "column 'other'"),
     ],
 )
 def test_mistakes_are_named(more: list[str], words: str, path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -108,6 +113,20 @@ def test_mistakes_are_named(more: list[str], words: str, path: Path, capsys: pyt
     error = capsys.readouterr().err
     assert words in error
     assert len(error.strip().splitlines()) == 1
+
+
+def test_the_input_is_never_overwritten(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = path.read_bytes()
+    assert main(["filter", f"--path={path}", f"--output={path}"]) == 2
+    assert "this one exists" in capsys.readouterr().err
+    assert path.read_bytes() == before
+
+
+def test_figures_that_are_no_numbers_count_as_not_known(path: Path) -> None:
+    rows = [{**row, "pass_rate": "high" if i else 0.5} for i, row in enumerate(ROWS)]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    _, removed = run(path, "--filter.min_pass_rate=0.1")
+    assert set(removed["pass rate"].values()) == {"not known"}
 
 
 def test_a_cache_of_other_rows_is_refused(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
