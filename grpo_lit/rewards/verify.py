@@ -162,11 +162,11 @@ def _exact_verdict(response: str, gold: str, policy: VerifierPolicy) -> tuple[Ve
     verdict = Verdict("wrong", text, "", found.source, "exact")
     if not wanted:
         return replace(verdict, kind="unparsable", reason="the gold answer is empty"), None
-    if _NUMBER.fullmatch(wanted) and _CALCULATION.fullmatch(text):
-        return replace(verdict, reason="a calculation that is not carried out"), None
     if len(text) > MAX_ANSWER_CHARS:
         return replace(verdict, kind="unparsable", reason=f"an answer of {len(text)} characters"), None
     answer = normalise(text)
+    if _NUMBER.fullmatch(wanted) and (_CALCULATION.fullmatch(answer) or _CALCULATION.fullmatch(text.rstrip(" .:;,=?"))):
+        return replace(verdict, reason="a calculation that is not carried out"), None
     try:
         same = same_answer(wanted, answer, ExactOracle(policy))
         if same is None:

@@ -380,7 +380,8 @@ def test_algebra_leaves_the_rest_undecided(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "response", ["1+2", "1 + 2", "4-1", "0+1+2", r"\boxed{1+2}", r"\boxed{3 \times 1}", "The answer is 5-2"]
+    "response",
+    ["1+2", "1 + 2", "1+2:", "1+2.", "4-1", "0+1+2", r"\boxed{1+2}", r"\boxed{3 \times 1}", "The answer is 5-2"],
 )
 def test_echoing_the_question_is_no_answer(response: str) -> None:
     """A policy that learns to repeat "1+2" would otherwise be paid for it."""
