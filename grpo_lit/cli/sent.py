@@ -83,6 +83,8 @@ def main(arguments: Sequence[str]) -> int:
     module, data = cli.model, cli.datamodule
     default = data.sent_cache or str(Path(cli.trainer.default_root_dir) / "sent.jsonl")
     path = Path(config.output or default).expanduser()
+    if path.is_dir() or path.suffix in (".md", ".png"):  # table and figure take the cache's name with these endings
+        raise UserError("sent.output", str(path), "a file such as sent.jsonl; .md and .png will lie beside it")
     data.sent_cache, data.sent_stage, data.sampler = None, None, SamplerConfig()
     check_data(cli)
     key = cache_key(module, data, config)

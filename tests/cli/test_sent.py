@@ -57,6 +57,8 @@ def test_out_of_memory_halves_the_rows_and_changes_no_answer(
     [
         (["--sent.samples=1"], "sent.samples=1"),
         (["--sent.prompts_per_batch=0"], "sent.prompts_per_batch=0"),
+        (["--sent.output=/tmp"], "sent.output='/tmp'"),  # found before hours of sampling, not after
+        (["--sent.output=order.md"], "sent.output='order.md'"),  # the table's own name
         (["--ckpt_path=last"], "ckpt_path='last'"),
         (["--data.max_prompt_length=1"], "data.max_prompt_length=1"),
     ],
