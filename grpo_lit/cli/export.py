@@ -39,7 +39,7 @@ def main(arguments: Sequence[str]) -> int:
         if options[name] not in accepted:
             raise UserError(name, options[name], f"one of {', '.join(accepted)}")
     folder = Path(options.output)
-    if folder.exists() and any(folder.iterdir()):
+    if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
         raise UserError("output", str(folder), "an empty or a new folder")
     evaluation = None if options.evaluation is None else Path(options.evaluation)
     if evaluation is not None and not (evaluation / "summary.csv").is_file():

@@ -54,12 +54,14 @@ class ResultStore:
         """Hold the folder for this process and read what is in it.
 
         Raises:
-            UserError: another process evaluates into it.
+            UserError: it is a file, or another process evaluates into it.
             SystemFault: it can't be written.
         """
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             file = os.open(self.folder / "evaluation.lock", os.O_RDWR | os.O_CREAT, 0o644)
+        except (FileExistsError, NotADirectoryError) as error:
+            raise UserError("output", str(self.folder), "a folder, new or of an earlier evaluation") from error
         except OSError as error:
             raise SystemFault(f"output={str(self.folder)!r} can't be written: {error.strerror}") from error
         try:
@@ -82,14 +84,17 @@ class ResultStore:
         path = self.folder / CELLS
         cells: Record = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
         plain = json.loads(json.dumps(fingerprint))
-        if name in cells and cells[name] != plain:
+        if name in cells and cells[name] != plain and self._has_results(name):
             differing = sorted(
                 key for key in plain.keys() | cells[name].keys() if plain.get(key) != cells[name].get(key)
             )
             accepted = f"another folder, or --overwrite true: {name} was made with other {', '.join(differing)}"
             raise UserError("output", str(self.folder), accepted)
-        if name not in cells:
+        if cells.get(name) != plain:  # a cell that failed before its first answer binds nobody
             write_text(path, json.dumps({**cells, name: plain}, indent=1, sort_keys=True) + "\n")
+
+    def _has_results(self, name: str) -> bool:
+        return any("/".join(key_of(record)[:3]) == name for record in self.generations.records)
 
 
 class _Lines:

@@ -135,6 +135,25 @@ def test_other_settings_do_not_mix_with_earlier_results(
     assert contents(evaluated) == before
 
 
+def test_a_cell_without_an_answer_binds_nobody(tmp_path: Path) -> None:
+    with ResultStore(tmp_path).opened() as store:
+        store.check_cell("base/held_out/sampled", {"engine": "vllm"})  # which then failed to start
+        store.check_cell("base/held_out/sampled", {"engine": "hf"})
+        store.generations.append(
+            [{"model": "base", "dataset": "held_out", "protocol": "sampled", "example": 0, "sample": 0}]
+        )
+        store.check_cell("base/held_out/sampled", {"engine": "hf"})
+        with pytest.raises(UserError, match="made with other engine"):
+            store.check_cell("base/held_out/sampled", {"engine": "vllm"})
+
+
+def test_output_that_is_a_file(finished_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("kept")
+    assert evaluate(finished_run, tmp_path / "file", "--limit=2") == 2
+    assert "accepted is a folder" in capsys.readouterr().err
+    assert (tmp_path / "file").read_text() == "kept"
+
+
 def test_overwrite_keeps_the_earlier_results_aside(finished_run: Path, tmp_path: Path) -> None:
     output = tmp_path / "results"
     only = ["--protocol=deterministic", "--limit=2"]

@@ -113,6 +113,7 @@ def test_quantized_base_is_merged_into_original_or_dequantized_weights(finished_
         (["--to=gguf"], ["to='gguf'", "merged"]),
         (["--base=dequantized"], ["base='dequantized'", "original"]),
         (["--output=."], ["output='.'", "empty"]),
+        (["--output=file"], ["output='file'", "folder"]),
         (["--evaluation=nothing"], ["evaluation='nothing'"]),
         (["--run=nothing"], ["run='nothing'"]),
     ],
