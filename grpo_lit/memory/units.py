@@ -6,18 +6,18 @@ import re
 
 from grpo_lit.errors import UserError
 
-_UNITS = {"": 1, "b": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
-_SIZE = re.compile(r"([0-9]*\.?[0-9]+)\s*([kmgt]?)(i?b)?", re.IGNORECASE)
+_UNITS = {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+_SIZE = re.compile(r"([0-9]*\.?[0-9]+)\s*([kmgt])(i?b)?", re.IGNORECASE)
 
 
 def parse_bytes(text: str, *, argument: str = "--vram") -> int:
     """Bytes of a size such as 8GiB, 7.4G or 600 MiB; units are powers of 1024, since memory is sold so.
 
-    >>> parse_bytes("8GiB") == 8 * 2**30, parse_bytes("7.5g") == 15 * 2**29, parse_bytes("1024")
+    >>> parse_bytes("8GiB") == 8 * 2**30, parse_bytes("7.5g") == 15 * 2**29, parse_bytes("1k")
     (True, True, 1024)
 
     Raises:
-        UserError: no size above 0.
+        UserError: no size above 0, or no unit: 8 bytes are never meant.
     """
     match = _SIZE.fullmatch(str(text).strip())
     size = int(float(match.group(1)) * _UNITS[match.group(2).lower()]) if match else 0

@@ -88,7 +88,7 @@ def test_without_a_budget_it_only_plans(capsys: pytest.CaptureFixture[str], r1: 
     assert not any("fits" in line for line in lines)
 
 
-@pytest.mark.parametrize("value", ["0", "-1GiB", "much", ""])
+@pytest.mark.parametrize("value", ["0", "8", "-1GiB", "much", ""])
 def test_a_budget_that_is_no_size(value: str, capsys: pytest.CaptureFixture[str], r1: Path) -> None:
     assert main(["check", "--config=3060ti", f"--vram={value}", f"--model.policy.path={r1}", *FIXED]) == 2
     assert "--vram" in capsys.readouterr().err
