@@ -6,6 +6,9 @@ A mistake of the user's (`UserError`) ends the command with exit code 2, a fault
 
 from __future__ import annotations
 
+import argparse
+from typing import NoReturn
+
 
 class UserError(ValueError):
     """A value the user gave can't be used.
@@ -35,3 +38,11 @@ class SystemFault(RuntimeError):
     """
 
     exit_code = 1
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """argparse without the usage in front of every mistake: one line, exit code 2."""
+
+    def error(self, message: str) -> NoReturn:
+        """End the command; ``message`` names the argument."""
+        self.exit(2, f"grpo-lit: error: {message}; {self.prog} --help lists what is accepted\n")

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from grpo_lit.bench.timing import Timer
-from grpo_lit.errors import UserError
+from grpo_lit.errors import OneLineParser, UserError
 
 if TYPE_CHECKING:
     from grpo_lit.bench.kernel_cases import Case
@@ -51,7 +51,7 @@ _SLACK = {
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="grpo-lit bench kernels", description=__doc__.splitlines()[0])
+    parser = OneLineParser(prog="grpo-lit bench kernels", description=__doc__.splitlines()[0])
     parser.add_argument("--sections", nargs="+", default=list(SECTIONS), metavar="NAME", help=" | ".join(SECTIONS))
     parser.add_argument("--samples", type=int, default=15, help="timed samples of each candidate (default 15)")
     parser.add_argument("--modes", nargs="+", default=["full"], metavar="MODE", help="full | forward | backward")

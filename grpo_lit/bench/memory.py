@@ -27,7 +27,7 @@ from typing_extensions import override
 from grpo_lit.bench.shapes import SHAPES, write_model_folder
 from grpo_lit.callbacks.vram_profiler import PhaseMemory, VRAMProfiler
 from grpo_lit.datamodules.loader import PromptBatch
-from grpo_lit.errors import UserError
+from grpo_lit.errors import OneLineParser, UserError
 from grpo_lit.memory.fit import largest_micro_batch
 from grpo_lit.memory.plan import GIB, MIB
 from grpo_lit.memory.settings import formats_of, step_sizes_of
@@ -71,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         prog="grpo-lit bench memory",
         description=__doc__,
         epilog="Further arguments are those of grpo-lit fit, such as --model.policy.activation_offload true.",

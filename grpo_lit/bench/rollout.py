@@ -21,13 +21,13 @@ import transformers
 
 from grpo_lit.bench import rollout_cases as cases
 from grpo_lit.bench.rollout_breakdown import breakdown, lines
-from grpo_lit.errors import SystemFault, UserError
+from grpo_lit.errors import OneLineParser, SystemFault, UserError
 from grpo_lit.rollout.model_reader import weight_bytes
 from grpo_lit.rollout.stats import copy_bandwidth
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="grpo-lit bench rollout", description=__doc__.splitlines()[0])
+    parser = OneLineParser(prog="grpo-lit bench rollout", description=__doc__.splitlines()[0])
     on_cuda = torch.cuda.is_available()
     parser.add_argument("--shape", default="1.5b" if on_cuda else "tiny", help=" | ".join(cases.shapes()))
     parser.add_argument("--engines", nargs="+", default=cases.installed_engines(), metavar="NAME")

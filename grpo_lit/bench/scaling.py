@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from grpo_lit.bench.shapes import SHAPES, write_model_folder
-from grpo_lit.errors import SystemFault, UserError
+from grpo_lit.errors import OneLineParser, SystemFault, UserError
 
 FIELDS = ("scaling", "devices", "rows", "step_s", "tokens_per_s", "ratio", "allreduce_share", "rank_wait_s")
 
@@ -78,7 +78,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="grpo-lit bench scaling", description=(__doc__ or "").split("\n\n")[0])
+    parser = OneLineParser(prog="grpo-lit bench scaling", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--devices", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--shape", choices=sorted(SHAPES), default="1.5b")
     parser.add_argument("--prompts", type=int, default=4, help="prompts of a step on one device")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import importlib.util
 import json
 import logging
 import os
@@ -24,7 +25,7 @@ from typing import Any
 import torch
 
 from grpo_lit.bench.shapes import SHAPES
-from grpo_lit.errors import UserError
+from grpo_lit.errors import OneLineParser, UserError
 
 # rollout engine and further arguments; recorded: with the layers recorded as CUDA graphs for training too
 OURS: dict[str, tuple[str, list[str]]] = {
@@ -40,7 +41,7 @@ _RESULT = "bench step result: "
 
 def parser() -> argparse.ArgumentParser:
     """The command's arguments."""
-    made = argparse.ArgumentParser(
+    made = OneLineParser(
         prog="grpo-lit bench step",
         description=__doc__.splitlines()[0] if __doc__ else None,
         epilog="Further arguments are those of grpo-lit fit, for our candidates.",
@@ -49,7 +50,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--candidates",
         nargs="+",
-        default=["graph", "trl"],
+        default=["graph", "trl"] if importlib.util.find_spec("trl") is not None else ["graph"],
         metavar="NAME",
         help=f"{' | '.join(OURS)} | trl",
     )

@@ -78,6 +78,12 @@ def tidy(message: str) -> str:
     text = re.sub(r"\s+", " ", message).strip().removeprefix("Parser key ")
     text = re.sub(r"tip: For details of accepted options run:.*$", "", text).strip()
     text = re.sub(r"Expected an? (.*?)\. Got value: (.*)$", r"got \2, accepted is \1", text)
+    union = re.search(
+        r"Does not validate against any of the Union subtypes.*?\[(.*)\] Errors:.*Given value: ?(.*)$", text
+    )
+    if union is not None:
+        types = union.group(1).replace("NoneType", "null")
+        text = f"{text[: union.start()]}got {union.group(2) or repr('')}, accepted is {types}"
     text = re.sub(r"<class '(?:\w+\.)*(\w+)'>", r"\1", text)
     text = re.sub(r"(?:typing\.)?Literal\[([^]]*)\]", lambda match: match.group(1).replace("'", ""), text)
     return re.sub(r'^"([\w.]+)": ', r"\1: ", text)

@@ -19,6 +19,7 @@ from grpo_lit.cli.parser import GRPOCLI, ParseError
 from grpo_lit.cli.run_folder import locked, resolve_ckpt_path, set_earlier_run_aside, write_config
 from grpo_lit.datamodules.sent_cache import model_key
 from grpo_lit.errors import SystemFault, UserError
+from grpo_lit.kernels import dispatch
 from grpo_lit.model_source import load_model_config, resolve_model_source
 from grpo_lit.module import GRPOModule
 from grpo_lit.sampling_step import build_allocator
@@ -139,9 +140,13 @@ def check_data(cli: GRPOCLI) -> None:
         UserError: bad data, or prompt and completion are longer than the model's positions.
     """
     module, data = cli.model, cli.datamodule
+    dispatch.set_impl(module.kernels, "model.kernels", cli.trainer.strategy.root_device)
     data.connect(module.encoder, model_key(module.policy_config))
     config = load_model_config(resolve_model_source(module.policy_config.path))
-    limit = getattr(config, "max_position_embeddings", None)
+    limit, layers = (getattr(config, name, None) for name in ("max_position_embeddings", "num_hidden_layers"))
+    recomputed = module.policy_config.gradient_checkpointing
+    if isinstance(layers, int) and isinstance(recomputed, int) and recomputed > layers:
+        raise UserError("model.policy.gradient_checkpointing", recomputed, f"from 0 to the model's {layers} layers")
     for name, sampling, longest in (
         ("model.rollout", module.rollout_config.sampling, data.longest_prompts[0]),
         ("model.validation", module.validation_config.sampling, data.longest_prompts[1]),

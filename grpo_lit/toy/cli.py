@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from grpo_lit.errors import UserError
+from grpo_lit.errors import OneLineParser, UserError
 from grpo_lit.toy.distributed import Layout, run_processes, sharded_run
 from grpo_lit.toy.length import LengthPolicy, LengthRow, length_tradeoff
 from grpo_lit.toy.train import ToyRun, train_toy
@@ -168,7 +167,7 @@ def main(argv: Sequence[str]) -> int:
     Returns:
         Exit code: 0, or 2 after a user mistake.
     """
-    parser = argparse.ArgumentParser(prog="grpo-lit toy", description=__doc__)
+    parser = OneLineParser(prog="grpo-lit toy", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     train = commands.add_parser("train", help="train the 24-logit policy, several passes against one")
     train.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import importlib.util
 import json
 from pathlib import Path
 
@@ -37,6 +38,11 @@ def test_what_fails_is_told_and_the_rest_goes_on(capsys: pytest.CaptureFixture[s
     captured = capsys.readouterr()
     assert json.loads(captured.out)["rows"] == []
     assert "vllm" in captured.err
+
+
+def test_trl_is_a_candidate_only_where_it_is_installed() -> None:
+    installed = importlib.util.find_spec("trl") is not None
+    assert ("trl" in step.parser().parse_args([]).candidates) == installed
 
 
 @pytest.mark.parametrize(

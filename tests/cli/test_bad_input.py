@@ -47,6 +47,16 @@ def one_line(capsys: pytest.CaptureFixture[str], arguments: Sequence[str]) -> tu
         (["--model.lora.rnk=3"], ["rnk", "did you mean model.lora.rank"]),
         (["--model.loss.beta=x"], ["model.loss.beta", "got x", "float"]),
         (["--model.loss.beta=-1"], ["model.loss.beta=-1", ">= 0"]),
+        (
+            ["--model.rollout.sampling.stop_at=x"],
+            ["model.rollout.sampling.stop_at: got x, accepted is boxed, answer_tag"],
+        ),
+        (
+            ["--model.kernels={linear_logprobs: triton}"],
+            ["model.kernels.linear_logprobs='triton'", "'torch' on the CPU"],
+        ),
+        (["--model.policy.gradient_checkpointing=99"], ["gradient_checkpointing=99", "the model's 2 layers"]),
+        (["--model.kernels=[]"], ["model.kernels: got [], accepted is dict"]),
         (["--model.loss.objective=clipp"], ["model.loss.objective", "clipp", "cispo"]),
         (["--model.loss.delta=1.1"], ["model.loss.delta=1.1", "1 + epsilon_high"]),
         (["--data.path=missing.jsonl"], ["data.path='missing.jsonl'", "existing"]),
@@ -208,6 +218,16 @@ def test_two_runs_into_one_folder_are_refused(
         code, error = one_line(capsys, fit_arguments(tiny_llama, tmp_path / "run"))
     assert code == 2
     assert "no other run" in error
+
+
+@pytest.mark.parametrize("name", ["kernels", "memory", "rollout", "scaling", "step"])
+def test_benchmarks_take_no_unknown_value(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", name, "--csv"])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.splitlines() == [
+        f"grpo-lit: error: argument --csv: expected one argument; grpo-lit bench {name} --help lists what is accepted"
+    ]
 
 
 def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
