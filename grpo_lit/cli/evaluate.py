@@ -13,6 +13,7 @@ from grpo_lit.cli.parser import CLIParser, resolve_config_names
 from grpo_lit.cli.train import quiet_third_parties
 from grpo_lit.errors import UserError
 from grpo_lit.evaluation.config import EvaluateConfig
+from grpo_lit.evaluation.metrics import evaluation_metrics
 from grpo_lit.evaluation.models import ResolvedModel, pick_device, resolve_model
 from grpo_lit.evaluation.report import write_reports
 from grpo_lit.evaluation.runner import cells_of, engine_name, run_evaluation
@@ -20,6 +21,8 @@ from grpo_lit.evaluation.store import ResultStore, write_text
 from grpo_lit.evaluation.summary import Summary, summarise, write_tables
 from grpo_lit.evaluation.tasks import Task, check_selection, complete_config, load_tasks
 from grpo_lit.evaluation.versions import versions
+
+LOWER_IS_BETTER = ("unparsable_rate", "truncation_rate", "tokens_per_correct")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -31,6 +34,12 @@ def main(arguments: Sequence[str]) -> int:
     models = {label: resolve_model(label, entry, device) for label, entry in config.models.items()}
     tasks = load_tasks(config)
     check_selection(config.select_by, tasks, allow_on_test=config.allow_selection_on_test)
+    if config.select_by is not None:
+        label, _, metric = config.select_by.partition("/")
+        sizes = {cell.samples for name in models for cell in cells_of(config, name, tasks) if cell.task.label == label}
+        names = {str(name) for size in sizes for name in evaluation_metrics(size)}
+        if metric not in names:
+            raise UserError("select_by", config.select_by, f"a metric of {label}: {', '.join(sorted(names))}")
     folder = Path(config.output)
     if config.overwrite and (folder / "cells.json").exists():
         print(f"the earlier results in {folder} are kept in {set_aside(folder)}")
@@ -116,7 +125,8 @@ def select(select_by: str, summary: Summary, tasks: Sequence[Task]) -> dict[str,
         known = sorted({name for cell in summary.cells if cell.dataset == label for name in cell.metrics})
         raise UserError("select_by", select_by, f"a metric of {label}: {', '.join(known)}")
     on_test = any(task.final_test for task in tasks if task.label == label)
-    best = max(scores, key=lambda name: scores[name])
+    sign = -1 if metric.endswith("_length") or metric in LOWER_IS_BETTER else 1
+    best = max(scores, key=lambda name: sign * scores[name])
     return {"selected": best, "by": select_by, "scores": scores, "selected_on_final_test": on_test}
 
 

@@ -190,6 +190,9 @@ def test_final_test_set_may_not_select(
     selection = json.loads((tmp_path / "b/selection.json").read_text())
     assert selection["selected_on_final_test"] is False
     assert selection["scores"][selection["selected"]] == max(selection["scores"].values())
+    assert evaluate(finished_run, tmp_path / "b", "--protocol=deterministic", "--select_by=held_out/mean_length") == 0
+    selection = json.loads((tmp_path / "b/selection.json").read_text())
+    assert selection["scores"][selection["selected"]] == min(selection["scores"].values())
 
 
 @pytest.mark.parametrize(
@@ -199,6 +202,7 @@ def test_final_test_set_may_not_select(
         (["--samples=0"], ["samples=0"]),
         (["--temperature=0"], ["temperature=0.0", "deterministic"]),
         (["--select_by=nothing/pass@1"], ["select_by", "held_out"]),
+        (["--select_by=held_out/pass@9"], ["select_by='held_out/pass@9'", "pass@2"]),
         (['--models={"x": {}}'], ["models.x"]),
         (['--models={"x": {"adapter": "missing"}}'], ["models.x.adapter", "adapter_config.json"]),
         (['--models={"a b": {"path": "p"}}'], ["models='a b'"]),
