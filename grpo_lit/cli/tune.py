@@ -50,6 +50,9 @@ class TuneConfig:
             raise UserError("tune.rounds", self.rounds, "at least 2: one run says nothing about the noise")
         if not 0 <= self.min_gain < 1:
             raise UserError("tune.min_gain", self.min_gain, "a share from 0 to 1")
+        for name in ("tolerance", "timeout_s"):
+            if not getattr(self, name) > 0:
+                raise UserError(f"tune.{name}", getattr(self, name), "a number above 0")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -151,7 +154,7 @@ class Trials:
             SystemFault: the untouched configuration itself does not run.
         """
         record = self._known.get(name)
-        if record is None:
+        if record is None or (record["status"] == "timeout" and record["seconds"] < self.options.timeout_s):
             folder = self.folder / "run"
             arguments = trial_arguments(self.base, changes, folder, self.options.steps, self.passes)
             measured = run_trial(

@@ -153,6 +153,8 @@ def test_killed_search_goes_on_and_the_winner_is_a_configuration(
     ("extra", "words"),
     [
         (["--tune.rounds=1"], "tune.rounds=1"),
+        (["--tune.tolerance=-1"], "tune.tolerance=-1"),
+        (["--tune.timeout_s=0"], "tune.timeout_s=0"),
         (["--tune.steps=2", "--tune.warmup=2"], "tune.steps=2"),
         (['--tune.space={"model.nothing.at_all": [1]}'], "model.nothing.at_all"),
         (["--model.loss.beta=-1"], "beta"),
