@@ -78,7 +78,7 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument("--config", default="3060ti", help="configuration to run; 3060ti by default")
     parser.add_argument("--shape", default="1.5b", choices=sorted(SHAPES), help="model of this shape, random weights")
-    parser.add_argument("--cap", type=parse_bytes, default=int(7.4 * GIB), help="memory of this process, as 7.4GiB")
+    parser.add_argument("--cap", default="7.4GiB", help="memory of this process, as 7.4GiB")
     parser.add_argument("--rows", type=int, default=4, help="completions of the one prompt of a step")
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--completion-tokens", type=int, default=768, help="every completion has this length")
@@ -95,6 +95,7 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--cpu", action="store_true", help="on the CPU, where only the host's memory is measured")
     parser.add_argument("--no-expandable", action="store_true", help="torch's own allocator settings")
     options, rest = parser.parse_known_args(list(argv))
+    options.cap = parse_bytes(options.cap, argument="--cap")
     for name in ("rows", "prompt_tokens", "completion_tokens", "optimizer_steps"):
         if getattr(options, name) < (2 if name == "rows" else 1):
             raise UserError(f"--{name.replace('_', '-')}", getattr(options, name), "at least 1, and 2 rows")

@@ -69,6 +69,10 @@ def _run(target: str, arguments: list[str]) -> int:
         if os.environ.get("GRPO_LIT_TRACEBACK"):
             raise
         return fail(" ".join(str(error).split()), error.exit_code)
+    except OSError as error:  # of a file that the user named and no command checked
+        if os.environ.get("GRPO_LIT_TRACEBACK") or not isinstance(error.filename, str | os.PathLike):
+            raise
+        return fail(f"{os.fspath(error.filename)}: {error.strerror} (GRPO_LIT_TRACEBACK=1 shows where)", 1)
     except KeyboardInterrupt:
         return fail("interrupted", 130)
 

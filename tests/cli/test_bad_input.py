@@ -230,6 +230,19 @@ def test_benchmarks_take_no_unknown_value(name: str, capsys: pytest.CaptureFixtu
     ]
 
 
+def test_a_limit_that_is_no_size(capsys: pytest.CaptureFixture[str]) -> None:
+    code, error = one_line(capsys, ["bench", "memory", "--cap=much"])
+    assert code == 2
+    assert "--cap='much': accepted is a size such as 8GiB" in error
+
+
+def test_a_file_that_can_t_be_written_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    wanted = ["--shape=tiny", "--rows=1", "--tokens=1", "--samples=1", "--engines=hf", "--formats=bf16"]
+    assert main(["bench", "rollout", *wanted, f"--csv={tmp_path / 'file/x.csv'}"]) == 1
+    assert f"{tmp_path / 'file'}" in capsys.readouterr().err.splitlines()[-1]
+
+
 def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
     code, error = one_line(capsys, ["fti"])
     assert code == 2
