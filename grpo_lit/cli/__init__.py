@@ -42,6 +42,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         Exit code: 0, 2 for a mistake in the arguments, 1 for a fault of the system.
     """
+    try:
+        code = _main(argv)
+        sys.stdout.flush()
+    except BrokenPipeError:  # | head has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the interpreter's own flush
+        return 141
+    return code
+
+
+def _main(argv: Sequence[str] | None) -> int:
     os.environ.setdefault("TQDM_DISABLE", "1")  # libraries' bars; this project shows one of its own
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help"):

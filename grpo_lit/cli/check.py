@@ -58,6 +58,8 @@ def check(arguments: Sequence[str]) -> Iterator[Finding]:
         print("--vram SIZE   memory to plan for, such as 8GiB; by default that of the GPU that is there\n")
         GRPOCLI(arguments, "check")
     budget, arguments = _take_vram(arguments)
+    if budget is not None and not torch.cuda.is_available():
+        arguments = [*arguments, "--trainer.accelerator=cpu"]  # a plan for another machine's GPU
     yield from _packages()
     yield _device()
     try:

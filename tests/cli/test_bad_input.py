@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -228,6 +230,16 @@ def test_benchmarks_take_no_unknown_value(name: str, capsys: pytest.CaptureFixtu
     assert capsys.readouterr().err.splitlines() == [
         f"grpo-lit: error: argument --csv: expected one argument; grpo-lit bench {name} --help lists what is accepted"
     ]
+
+
+def test_a_reader_that_has_read_enough_sees_no_traceback() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    result = subprocess.run(
+        [sys.executable, "-m", "grpo_lit", "--help"], stdout=writer, stderr=subprocess.PIPE, text=True
+    )
+    os.close(writer)
+    assert (result.returncode, result.stderr) == (141, "")
 
 
 def test_a_limit_that_is_no_size(capsys: pytest.CaptureFixture[str]) -> None:

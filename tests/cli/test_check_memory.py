@@ -88,6 +88,12 @@ def test_without_a_budget_it_only_plans(capsys: pytest.CaptureFixture[str], r1: 
     assert not any("fits" in line for line in lines)
 
 
+def test_a_budget_needs_no_gpu(capsys: pytest.CaptureFixture[str], r1: Path) -> None:
+    given = [argument for argument in FIXED if "accelerator" not in argument]
+    assert main(["check", "--config=3060ti", "--vram=8GiB", f"--model.policy.path={r1}", *given]) == 0
+    assert "MiB at the peak" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("value", ["0", "8", "-1GiB", "much", ""])
 def test_a_budget_that_is_no_size(value: str, capsys: pytest.CaptureFixture[str], r1: Path) -> None:
     assert main(["check", "--config=3060ti", f"--vram={value}", f"--model.policy.path={r1}", *FIXED]) == 2
