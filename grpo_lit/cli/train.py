@@ -141,6 +141,10 @@ def check_data(cli: GRPOCLI) -> None:
     """
     module, data = cli.model, cli.datamodule
     dispatch.set_impl(module.kernels, "model.kernels", cli.trainer.strategy.root_device)
+    try:
+        module.optimizer_callable([torch.nn.Parameter(torch.zeros(1))])
+    except (ValueError, TypeError) as error:
+        raise UserError("model.optimizer", cli.config["model"]["optimizer"], f"its settings ({error})") from error
     data.connect(module.encoder, model_key(module.policy_config))
     config = load_model_config(resolve_model_source(module.policy_config.path))
     limit, layers = (getattr(config, name, None) for name in ("max_position_embeddings", "num_hidden_layers"))

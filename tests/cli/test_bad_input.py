@@ -58,6 +58,7 @@ def one_line(capsys: pytest.CaptureFixture[str], arguments: Sequence[str]) -> tu
             ["model.kernels.linear_logprobs='triton'", "'torch' on the CPU"],
         ),
         (["--model.policy.gradient_checkpointing=99"], ["gradient_checkpointing=99", "the model's 2 layers"]),
+        (["--model.optimizer=torch.optim.AdamW", "--model.optimizer.init_args.lr=-1"], ["Invalid learning rate: -1"]),
         (["--model.kernels=[]"], ["model.kernels: got [], accepted is dict"]),
         (["--model.loss.objective=clipp"], ["model.loss.objective", "clipp", "cispo"]),
         (["--model.loss.delta=1.1"], ["model.loss.delta=1.1", "1 + epsilon_high"]),
