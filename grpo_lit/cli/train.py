@@ -144,7 +144,8 @@ def check_data(cli: GRPOCLI) -> None:
     try:
         module.optimizer_callable([torch.nn.Parameter(torch.zeros(1))])
     except (ValueError, TypeError) as error:
-        raise UserError("model.optimizer", cli.config["model"]["optimizer"], f"its settings ({error})") from error
+        given = getattr(cli.config["model"]["optimizer"], "class_path", None)
+        raise UserError("model.optimizer", given, f"settings that it takes ({error})") from error
     data.connect(module.encoder, model_key(module.policy_config))
     config = load_model_config(resolve_model_source(module.policy_config.path))
     limit, layers = (getattr(config, name, None) for name in ("max_position_embeddings", "num_hidden_layers"))
