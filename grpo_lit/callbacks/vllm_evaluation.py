@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import logging
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -88,6 +89,8 @@ class VLLMEvaluation(Callback):
             raise UserError("VLLMEvaluation.every_n_rollout_steps", every_n_rollout_steps, "at least 1, or null")
         if every_n_rollout_steps is None and not before_training and not at_end:
             raise UserError("VLLMEvaluation.at_end", at_end, "true, where nothing else says when to evaluate")
+        if python is not None and shutil.which(python) is None:
+            raise UserError("VLLMEvaluation.python", python, "an interpreter that there is")
         self.every_n_rollout_steps, self.before_training, self.at_end = every_n_rollout_steps, before_training, at_end
         self.engine, self.process, self.python = engine, process, python
         self.memory_share, self.timeout_s = memory_share, timeout_s

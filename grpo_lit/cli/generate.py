@@ -85,6 +85,9 @@ def check_options(options: Any) -> None:
         raise UserError("engine", options.engine, f"one of {', '.join(ENGINES)}")
     if options.which not in get_args(Which):
         raise UserError("which", options.which, f"one of {', '.join(get_args(Which))}")
+    if options.run is not None and (options.adapter is not None or options.ckpt_path is not None):
+        name = "adapter" if options.adapter is not None else "ckpt_path"
+        raise UserError(name, getattr(options, name), "null where run is given: one of the two")
     if options.stream and (options.samples > 1 or options.engine != "hf"):
         raise UserError("stream", True, "null or false with several samples a prompt or another engine than hf")
     if options.device is not None:

@@ -18,7 +18,7 @@ from grpo_lit.errors import SystemFault, UserError
 from grpo_lit.evaluation.store import write_text
 from grpo_lit.tune.report import write_outcome
 from grpo_lit.tune.search import Outcome, changes_text, search
-from grpo_lit.tune.space import default_space, has_key
+from grpo_lit.tune.space import changes_training, default_space, has_key
 from grpo_lit.tune.trial import Changes, Measurement, run_trial, text, trial_arguments
 
 
@@ -63,7 +63,11 @@ def main(arguments: Sequence[str]) -> int:
     options, base = split_arguments(arguments)
     config, passes, rows, on_cuda = resolve(base)
     space = options.space or default_space(config, on_cuda)
-    for key in space:
+    for key, values in space.items():
+        if changes_training(key):
+            raise UserError("tune.space", key, "keys that change how fast it trains, not what is trained")
+        if not values:
+            raise UserError("tune.space", f"{key}: []", "at least one value to try")
         if not has_key(config, key):
             raise UserError("tune.space", key, "keys of this configuration; its sections are model, data and trainer")
     folder = Path(options.output or Path(config["trainer"]["default_root_dir"]) / "tune")

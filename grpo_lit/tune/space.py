@@ -33,6 +33,38 @@ def default_space(config: Mapping[str, Any], on_cuda: bool) -> Space:
     return {key: values for key, values in space.items() if has_key(config, key)}
 
 
+# Another objective, optimizer or dataset may be faster and is not the same training: what a first step measures can't
+# tell them apart, so they are no business of this search.
+TRAINING_SECTIONS = (
+    "model.loss",
+    "model.optimizer",
+    "model.lr_schedule",
+    "model.rewards",
+    "model.reward_weights",
+    "model.length_penalty",
+    "model.lora",
+    "model.ppo_passes",
+    "model.max_grad_norm",
+    "model.rollout.sampling",
+    "model.rollout.group_size",
+    "model.rollout.allocator",
+    "data.dataset",
+    "data.path",
+    "data.prompt_template",
+    "data.sampler",
+    "seed_everything",
+)
+
+
+def changes_training(key: str) -> bool:
+    """Whether a dotted key says what is trained rather than how fast.
+
+    >>> changes_training("model.loss.beta"), changes_training("model.micro_batch_size")
+    (True, False)
+    """
+    return any(key == section or key.startswith(f"{section}.") for section in TRAINING_SECTIONS)
+
+
 def has_key(config: Mapping[str, Any], key: str) -> bool:
     """Whether a dotted key can be set: its section is there."""
     parent, _, last = key.rpartition(".")

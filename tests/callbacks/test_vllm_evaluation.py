@@ -173,6 +173,7 @@ def test_failure_on_one_rank_ends_both(fit_arguments: Fit, tiny_llama: Path, tmp
         ({"datasets": {}}, "VLLMEvaluation.datasets"),
         ({"datasets": SUMS, "every_n_rollout_steps": 0}, "every_n_rollout_steps"),
         ({"datasets": SUMS, "at_end": False}, "at_end"),
+        ({"datasets": SUMS, "process": "child", "python": "/nope/python"}, "python"),
     ],
 )
 def test_settings_are_checked(settings: dict[str, Any], words: str) -> None:

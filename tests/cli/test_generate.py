@@ -79,6 +79,8 @@ def test_run_answers_like_its_adapter(
         (["--which=worst"], "which='worst'"),
         (["--messages=missing.jsonl"], "messages='missing.jsonl'"),
         (["--run=missing"], "run='missing'"),
+        (["--run=missing", "--adapter=other"], "adapter='other'"),
+        (["--run=missing", "--ckpt_path=other"], "ckpt_path='other'"),
         (["--device=tpu"], "device='tpu'"),
     ],
 )

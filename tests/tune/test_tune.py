@@ -157,6 +157,9 @@ def test_killed_search_goes_on_and_the_winner_is_a_configuration(
         (["--tune.timeout_s=0"], "tune.timeout_s=0"),
         (["--tune.steps=2", "--tune.warmup=2"], "tune.steps=2"),
         (['--tune.space={"model.nothing.at_all": [1]}'], "model.nothing.at_all"),
+        (['--tune.space={"model.loss.beta": [0.1]}'], "model.loss.beta"),
+        (['--tune.space={"model.optimizer.lr": [0.1]}'], "model.optimizer.lr"),
+        (['--tune.space={"model.micro_batch_size": []}'], "model.micro_batch_size: []"),
         (["--model.loss.beta=-1"], "beta"),
     ],
 )
