@@ -265,4 +265,4 @@ def test_reward_class_that_needs_arguments_is_one_line(
 ) -> None:
     (tmp_path / "needy_rewards.py").write_text("class Needy:\n    def __init__(self, scale):\n        pass\n")
     arguments = fit_arguments(tiny_llama, "run", "--model.rewards=[needy_rewards.Needy]")
-    refused(arguments, capsys, monkeypatch, "model.rewards='needy_rewards.Needy'", "needs arguments")
+    refused(arguments, capsys, monkeypatch, "model.rewards='needy_rewards.Needy'", "missing 1 required")

@@ -64,7 +64,12 @@ def test_every_command_is_known() -> None:
 
 def test_what_follows_a_run(tmp_path: Path, grpo_lit_command: Callable[..., subprocess.CompletedProcess[str]]) -> None:
     """evaluate, export and compare as written, after two short runs into the folders that the README names."""
-    short = ("--trainer.max_steps=2", "--data.prompts_per_step=4", "--data.val_prompts=6")
+    short = (
+        "--trainer.max_steps=2",
+        "--trainer.val_check_interval=1",
+        "--data.prompts_per_step=4",
+        "--data.val_prompts=6",
+    )
     for _ in range(2):
         assert grpo_lit_command("fit", "--config", "quickstart", *short).returncode == 0
     run = [arguments for arguments in own() if arguments[0] in ("evaluate", "export", "compare", "verify")]
