@@ -21,6 +21,7 @@ import transformers
 
 from grpo_lit.bench import rollout_cases as cases
 from grpo_lit.bench.rollout_breakdown import breakdown, lines
+from grpo_lit.bench.shapes import SHAPES
 from grpo_lit.errors import OneLineParser, SystemFault, UserError
 from grpo_lit.rollout.model_reader import weight_bytes
 from grpo_lit.rollout.stats import copy_bandwidth
@@ -29,7 +30,7 @@ from grpo_lit.rollout.stats import copy_bandwidth
 def _parser() -> argparse.ArgumentParser:
     parser = OneLineParser(prog="grpo-lit bench rollout", description=__doc__.splitlines()[0])
     on_cuda = torch.cuda.is_available()
-    parser.add_argument("--shape", default="1.5b" if on_cuda else "tiny", help=" | ".join(cases.shapes()))
+    parser.add_argument("--shape", default="1.5b" if on_cuda else "tiny", help=" | ".join(SHAPES))
     parser.add_argument("--engines", nargs="+", default=cases.installed_engines(), metavar="NAME")
     parser.add_argument(
         "--formats", nargs="+", default=["bf16", "nf4+lora"], metavar="F", help=" | ".join(cases.FORMATS)
@@ -48,7 +49,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _check(options: argparse.Namespace) -> None:
     for name, values, accepted in (
-        ("--shape", [options.shape], list(cases.shapes())),
+        ("--shape", [options.shape], list(SHAPES)),
         ("--engines", options.engines, cases.installed_engines()),
         ("--formats", options.formats, list(cases.FORMATS)),
     ):

@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models
-from transformers import LlamaConfig, PreTrainedConfig, PreTrainedTokenizerFast, Qwen2Config
+from transformers import PreTrainedTokenizerFast
 
+from grpo_lit.bench.shapes import write_model_folder
 from grpo_lit.lora import LoRAConfig
 from grpo_lit.policy import Policy, PolicyConfig, load_policy
 from grpo_lit.rollout import HFEngine, RolloutEngine, SamplingConfig, row_keys
@@ -27,52 +28,16 @@ FORMATS = ("bf16", "bf16+lora", "nf4+lora")
 _NEVER = -1  # an EOS that no row samples, so that every row runs to its last token
 
 
-def shapes() -> dict[str, PreTrainedConfig]:
-    """Model shapes by name; nothing is downloaded. 1.5b is that of Qwen2.5-1.5B with an untied output layer."""
-    return {
-        "1.5b": Qwen2Config(
-            vocab_size=151936,
-            hidden_size=1536,
-            intermediate_size=8960,
-            num_hidden_layers=28,
-            num_attention_heads=12,
-            num_key_value_heads=2,
-            max_position_embeddings=4096,
-            tie_word_embeddings=False,
-        ),
-        "135m": LlamaConfig(
-            vocab_size=49152,
-            hidden_size=576,
-            intermediate_size=1536,
-            num_hidden_layers=30,
-            num_attention_heads=9,
-            num_key_value_heads=3,
-            max_position_embeddings=8192,
-            tie_word_embeddings=True,
-        ),
-        "tiny": LlamaConfig(
-            vocab_size=512,
-            hidden_size=128,
-            intermediate_size=256,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=4096,
-            tie_word_embeddings=True,
-        ),
-    }
-
-
 def build_policy(shape: str, weights: str, folder: Path, device: torch.device) -> Policy:
     """A policy with random weights, and random adapters where the format has them.
 
     Args:
-        shape: a key of `shapes`.
+        shape: a key of `grpo_lit.bench.shapes.SHAPES`.
         weights: one of `FORMATS`.
         folder: where config.json is written for loading.
         device: where the weights go.
     """
-    shapes()[shape].save_pretrained(folder)
+    write_model_folder(shape, folder)
     dtype = "bf16" if device.type == "cuda" else "fp32"
     quantization: Any = "nf4" if weights.startswith("nf4") else None
     config = PolicyConfig(str(folder), dtype=dtype, quantization=quantization, random_weights=True)  # type: ignore[arg-type]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, Qwen2Config
 
+from grpo_lit.bench.shapes import SHAPES
 from grpo_lit.lora import LoRAConfig
 from grpo_lit.memory.fit import _largest, fits, largest_micro_batch, longest_completion, peak
 from grpo_lit.memory.measure import tensor_ledger
@@ -31,16 +32,7 @@ from grpo_lit.optim import allocate_moments
 from grpo_lit.policy import Policy, PolicyConfig, load_policy
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
-R1_SHAPE = Qwen2Config(
-    vocab_size=151936,
-    hidden_size=1536,
-    intermediate_size=8960,
-    num_hidden_layers=28,
-    num_attention_heads=12,
-    num_key_value_heads=2,
-    max_position_embeddings=131072,
-    tie_word_embeddings=False,
-)
+R1_SHAPE = Qwen2Config(**SHAPES["1.5b"])
 QLORA = Formats(nf4=True, lora_rank=16, lora_targets=TARGETS)
 
 
