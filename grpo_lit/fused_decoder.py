@@ -79,13 +79,16 @@ class FusedDecoder:
 
     def _layers(self, x: Tensor, positions: Tensor, where: Sequences) -> Tensor:
         impl, tokens = resolve_impl("decoder_layer", None, x.device), len(x)
-        if self.graphs is not None:
-            x, positions, where = self.graphs.padded(x, positions, where)
         if x.dtype == torch.float64:
             impl = "torch"
+        graphs = self.graphs if self.graphs is not None and impl == "triton" and self.graphs.applies(x) else None
+        if graphs is not None:
+            x, positions, where = graphs.padded(x, positions, where)
+        elif self.graphs is not None and self.graphs.buffer_bytes:
+            self.graphs.release()  # of layers that are no longer all checkpointed, say
         cos, sin = (t[0].contiguous() for t in self.decoder.rotary_emb(x, positions[None]))
-        if self.graphs is not None and impl == "triton":
-            out = self.graphs.run(x, cos, sin, where)
+        if graphs is not None:
+            out = graphs.run(x, cos, sin, where)
             if out is not None:
                 return out[:tokens]
         adapters, parameters = self.adapters(x.dtype)

@@ -7,7 +7,8 @@ the input of every layer, which the backward recomputes from, stays in a buffer 
 Shapes are part of a recording, so tokens are padded to the next of eight sizes an octave, as a sequence of their own
 that nobody reads, and the number of sequences to a multiple of four, with empty ones; also before a shape is recorded,
 so that recorded or not a pass gives the same bits. A shape is recorded when it comes the second time. All recordings
-share one pool of memory; it is given back by `release`.
+share one pool of memory; it is given back by `release`. Where a recording fails, for want of memory above all, the
+layers run unrecorded from then on.
 """
 
 from __future__ import annotations
@@ -20,12 +21,16 @@ import torch
 from torch import Tensor
 
 from grpo_lit.fused_layers import Call, layer_backward, layer_forward
-from grpo_lit.kernels.packed_attention import Sequences
+from grpo_lit.kernels.packed_attention import Sequences, flashes
+from grpo_lit.oom import drop_frames, memory_limit
 
 if TYPE_CHECKING:
     from grpo_lit.fused_decoder import FusedDecoder
 
 _log = logging.getLogger("grpo_lit.layers")
+
+MIN_FREE = 8 << 30
+"""Bytes that are free where layers are recorded without being asked for."""
 
 
 class Recording(NamedTuple):
@@ -39,6 +44,8 @@ class Recording(NamedTuple):
         sin: (tokens, D).
         starts: (sequences + 1,) int32.
         dy: (tokens, H), gradient of the output.
+        grads: of each adapter's A and B, in ``flat``.
+        flat: all of them, end to end.
     """
 
     forward: torch.cuda.CUDAGraph
@@ -48,6 +55,8 @@ class Recording(NamedTuple):
     sin: Tensor
     starts: Tensor
     dy: Tensor
+    grads: list[Tensor]
+    flat: Tensor
 
 
 def padded_tokens(tokens: int) -> int:
@@ -60,15 +69,24 @@ def padded_tokens(tokens: int) -> int:
     return -(-tokens // step) * step
 
 
+def free_bytes(device: torch.device) -> int:
+    """Bytes that this process may still allocate on a CUDA device, what its allocator keeps for later included."""
+    return memory_limit(device) - torch.cuda.memory_allocated(device)
+
+
 class LayerGraphs:
     """Recordings of a decoder's layers, by shape.
 
     Args:
         decoder: whose layers; all of them checkpointed, nothing offloaded.
         min_free: bytes that have to be free on the device for a recording; below it, layers run as they are.
+
+    Attributes:
+        serial: counts forward replays: a backward must know whether the layer inputs are still its own.
+        pool_bytes: held by the recordings for what passes compute, beside `buffer_bytes`.
     """
 
-    def __init__(self, decoder: FusedDecoder, min_free: int = 8 << 30) -> None:
+    def __init__(self, decoder: FusedDecoder, min_free: int = MIN_FREE) -> None:
         self._decoder, self._min_free = decoder, min_free
         self._recordings: dict[tuple[int, int], Recording] = {}
         self._seen: set[tuple[int, int]] = set()
@@ -77,17 +95,38 @@ class LayerGraphs:
         self._pool: Any = None
         self._grads: list[Tensor] = []
         self._flat = torch.empty(0)
-        self.serial = 0
-        """Counts forward replays: a backward must know whether the layer inputs are still its own."""
+        self._failed = False
+        self.serial = self.pool_bytes = 0
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Held by the inputs of all layers and the gradients, as long as there are recordings."""
+        return sum(t.numel() * t.element_size() for t in (self._buffers, self._flat) if t is not None)
 
     def release(self) -> None:
         """Give back all recordings and their memory."""
         self._recordings.clear()
         self._seen.clear()
         self._buffers, self._pool, self._grads, self._flat = None, None, [], torch.empty(0)
+        self.pool_bytes = 0
         self.serial += 1
         if torch.cuda.is_initialized():
             torch._C._cuda_clearCublasWorkspaces()  # of recordings, in their pool
+
+    def applies(self, x: Tensor) -> bool:
+        """Whether a pass over these embeddings (tokens, H) may be recorded, now or later.
+
+        Attention has to read where sequences start from the device, and the backward to start from each layer's input.
+        """
+        checkpointing = self._decoder.checkpointing
+        size = self._decoder.layers[0].size
+        return (
+            not self._failed
+            and flashes(x.new_empty(0, 1, size))
+            and checkpointing is not None
+            and checkpointing.count == len(self._decoder.layers)
+            and checkpointing.offload is None
+        )
 
     @staticmethod
     def padded(x: Tensor, positions: Tensor, where: Sequences) -> tuple[Tensor, Tensor, Sequences]:
@@ -108,20 +147,13 @@ class LayerGraphs:
         """Output of the last layer, or None where no recording fits this call.
 
         Args:
-            x: (tokens, H) embeddings, padded.
+            x: (tokens, H) embeddings, padded, of a pass to which recordings apply.
             cos: (tokens, D).
             sin: (tokens, D).
             where: the sequences.
         """
-        checkpointing = self._decoder.checkpointing
-        if (
-            checkpointing is None
-            or checkpointing.count != len(self._decoder.layers)
-            or checkpointing.offload is not None
-        ):
-            return None
         parameters = self._parameters()
-        if parameters is None or not x.is_cuda or torch.cuda.is_current_stream_capturing():
+        if parameters is None or torch.cuda.is_current_stream_capturing():
             return None
         recording = self._find((len(x), len(where.lengths)), x, cos, parameters)
         if recording is None:
@@ -139,12 +171,13 @@ class LayerGraphs:
         recording.forward.replay()
         return recording.inputs[-1].clone()
 
-    def gradients(self, recording: Recording, dy: Tensor) -> list[Tensor]:
+    @staticmethod
+    def gradients(recording: Recording, dy: Tensor) -> list[Tensor]:
         """Gradients of the adapters, copies of their own."""
         recording.dy.copy_(dy)
         recording.backward.replay()
-        copy, found, start = self._flat.clone(), [], 0
-        for grad in self._grads:
+        copy, found, start = recording.flat.clone(), [], 0
+        for grad in recording.grads:
             found.append(copy[start : start + grad.numel()].view_as(grad))
             start += grad.numel()
         return found
@@ -173,14 +206,19 @@ class LayerGraphs:
         if key not in self._seen:
             self._seen.add(key)
             return None
-        free, _ = torch.cuda.mem_get_info(x.device)
-        free += torch.cuda.memory_reserved(x.device) - torch.cuda.memory_allocated(x.device)
-        limit = torch.cuda.get_device_properties(x.device).total_memory
-        limit = int(limit * torch.cuda.get_per_process_memory_fraction(x.device))
-        if min(free, limit - torch.cuda.memory_allocated(x.device)) < self._min_free:
+        if free_bytes(x.device) < self._min_free:
             return None
-        with torch.no_grad():
-            self._recordings[key] = self._record(key, x, cos, parameters)
+        try:
+            with torch.no_grad():
+                self._recordings[key] = self._record(key, x, cos, parameters)
+        except RuntimeError as error:
+            _log.warning("layers run unrecorded from now on: %s", " ".join(str(error).split())[:200])
+            self._failed = True
+            drop_frames(error)
+            self.release()
+            return None
+        segments = torch.cuda.memory_snapshot()
+        self.pool_bytes = sum(s["total_size"] for s in segments if tuple(s["segment_pool_id"]) == tuple(self._pool))
         _log.info("layers recorded as CUDA graphs for %d tokens in %d sequences", *key)
         return self._recordings[key]
 
@@ -203,7 +241,7 @@ class LayerGraphs:
         starts[0] = 0
         turns = [cos.new_zeros(tokens, cos.shape[1]) for _ in range(2)]
         forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        made = Recording(forward, backward, rows[:-1], turns[0], turns[1], starts, rows[-1])
+        made = Recording(forward, backward, rows[:-1], turns[0], turns[1], starts, rows[-1], self._grads, self._flat)
         # Once as they are: kernels are compiled and loaded before the recording, which allows neither.
         self._forward(made)
         self._backward(made)
@@ -230,11 +268,11 @@ class LayerGraphs:
 
     def _backward(self, recording: Recording) -> None:
         dy: Tensor | None = recording.dy
-        end = len(self._grads)
+        end = len(recording.grads)
         for index, call in reversed(list(enumerate(self._calls(recording)))):
             assert dy is not None
             dy, grads = layer_backward(call, recording.inputs[index], dy, None, index > 0)
-            torch._foreach_copy_(self._grads[end - len(grads) : end], grads)
+            torch._foreach_copy_(recording.grads[end - len(grads) : end], grads)
             end -= len(grads)
 
 

@@ -108,13 +108,18 @@ def without_frames(error: BaseException) -> Exception:
     """The out-of-memory error in it with nothing hanging on it: a traceback's frames keep their tensors alive."""
     found = out_of_memory_in(error)
     assert isinstance(found, Exception)
+    drop_frames(error)
+    return found
+
+
+def drop_frames(error: BaseException) -> None:
+    """Take tracebacks and causes off an exception, and what their frames hold."""
     seen: BaseException | None = error
     while seen is not None:
         traceback.clear_frames(seen.__traceback__)
         following = seen.__cause__ or seen.__context__
         seen.__traceback__ = seen.__cause__ = seen.__context__ = None
         seen = following
-    return found
 
 
 def memory_limit(device: torch.device) -> int:

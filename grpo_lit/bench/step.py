@@ -2,7 +2,8 @@
 
 Every candidate runs in a process of its own, on a model of a known shape with random weights (nothing is downloaded):
 NF4 base, LoRA of rank 16 on q, k, v and o, gradient checkpointing, bf16, AdamW. Times are wall clock with the device
-waited for, medians over the steps after the first; peaks are torch's allocator's.
+waited for, medians over the steps after the first, which warms up; peaks are torch's allocator's. TRL comes last. What
+a candidate has measured when its time is up counts, and every line is written as soon as it is known.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ import csv
 import importlib.util
 import json
 import logging
-import os
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,7 @@ OURS: dict[str, tuple[str, list[str]]] = {
 PHASES = ("rollout", "reward", "score", "train", "optimizer")
 PACKAGES = ("torch", "transformers", "bitsandbytes", "trl", "peft", "vllm")
 _RESULT = "bench step result: "
+_NOTE = "bench step note: "
 
 
 def parser() -> argparse.ArgumentParser:
@@ -89,52 +92,89 @@ def main(argv: Sequence[str]) -> int:
     context = _context(options)
     show(_headline(options, context))
     show(_titles())
-    for name in options.candidates:
-        result = _run(name, list(argv), options.timeout)
+    for name in sorted(options.candidates, key="trl".__eq__):  # the slowest last
+        result = _run(name, list(argv), options.timeout, lambda text: print(text, file=sys.stderr, flush=True))
         if "error" in result:
             failed = True
             print(f"{name}: {result['error']}", file=sys.stderr, flush=True)
             continue
         rows.append({"candidate": name, **result, **context})
         show(_line(rows[-1]))
+        if options.csv is not None:
+            _write(options.csv, rows)
     for line in _notes(rows):
         show(line)
-    if options.csv is not None and rows:
-        options.csv.parent.mkdir(parents=True, exist_ok=True)
-        with options.csv.open("w", newline="") as file:
-            writer = csv.DictWriter(file, [key for key in rows[0] if key != "kernels"], extrasaction="ignore")
-            writer.writeheader()
-            writer.writerows(rows)
     if options.json:
         print(json.dumps({"context": context, "rows": rows}))
     return int(failed or not rows)
 
 
-def _run(name: str, argv: list[str], timeout: float) -> dict[str, Any]:
-    """A candidate in a process of its own: its peaks and its allocator are its own. It ends with this one."""
+def _write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, [key for key in rows[0] if key != "kernels"], extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def _run(name: str, argv: list[str], timeout: float, tell: Callable[[str], None]) -> dict[str, Any]:
+    """A candidate in a process of its own: its peaks and its allocator are its own. It ends with this one.
+
+    Args:
+        name: of the candidate.
+        argv: the command's arguments.
+        timeout: seconds; what was measured by then is the result.
+        tell: gets a line for each stage, with the seconds since the start.
+    """
     command = [sys.executable, "-m", "grpo_lit", "bench", "step", "--child", name, *argv]
-    with tempfile.TemporaryFile("w+") as out:
-        child = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=dict(os.environ))
-        before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-        try:
-            code: int | str = child.wait(timeout)
-        except subprocess.TimeoutExpired:
-            code = f"none after {timeout:.0f} s"
-        finally:
-            child.kill()
-            child.wait()
-            signal.signal(signal.SIGTERM, before)
-        out.seek(0)
-        lines = out.read().splitlines()
-    for line in lines:
+    start = time.perf_counter()
+    lines: list[str] = []
+    found: list[dict[str, Any]] = []
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+
+    def read() -> None:
+        assert child.stdout is not None
+        with child.stdout as stream:
+            for line in map(str.rstrip, stream):
+                take(line)
+
+    def take(line: str) -> None:
         if line.startswith(_RESULT):
-            result: dict[str, Any] = json.loads(line.removeprefix(_RESULT))
-            return result
-    return {"error": f"exit code {code}\n" + "\n".join(lines[-12:])}
+            found.append(json.loads(line.removeprefix(_RESULT)))
+        elif line.startswith(_NOTE):
+            tell(f"{name}: {time.perf_counter() - start:6.1f} s {line.removeprefix(_NOTE)}")
+        else:
+            lines.append(line)
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        code: int | str = child.wait(timeout)
+    except subprocess.TimeoutExpired:
+        code = f"none after {timeout:.0f} s"
+    finally:
+        child.kill()
+        child.wait()
+        reader.join(10)
+        signal.signal(signal.SIGTERM, before)
+    tell(f"{name}: {time.perf_counter() - start:6.1f} s in all, exit code {code}")
+    return found[-1] if found else {"error": f"exit code {code}\n" + "\n".join(lines[-12:])}
+
+
+def note(text: str) -> None:
+    """Tell the parent process what a candidate has come to."""
+    print(_NOTE + text, flush=True)
+
+
+def report(result: dict[str, Any]) -> None:
+    """Hand a result to the parent process; a later one replaces it."""
+    print(_RESULT + json.dumps(result), flush=True)
 
 
 def _child(options: argparse.Namespace, extra: list[str]) -> int:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    note("imported")
     with tempfile.TemporaryDirectory() as scratch:
         if options.child == "trl":
             from grpo_lit.bench.step_trl import run_trl
@@ -144,7 +184,7 @@ def _child(options: argparse.Namespace, extra: list[str]) -> int:
             from grpo_lit.bench.step_ours import run_ours
 
             result = run_ours(options, extra, Path(scratch))
-    print(_RESULT + json.dumps(result), flush=True)
+        report(result)
     return 0
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from grpo_lit.bench.shapes import write_model_folder
-from grpo_lit.bench.step import OURS
+from grpo_lit.bench.step import OURS, note, report
 from grpo_lit.datamodules.loader import PromptBatch
 from grpo_lit.phases import Phase, PhaseListener
 
@@ -35,23 +35,33 @@ def run_ours(options: argparse.Namespace, extra: list[str], scratch: Path) -> di
     on_cuda = torch.cuda.is_available() and not options.cpu
     folder = write_model_folder(options.shape, scratch / "model")
     cli = build("fit", _arguments(options, folder, scratch / "run", on_cuda) + extra)
-    watch = _Watch(options.steps if options.profile and on_cuda else None)
+    note("configuration resolved")
+    watch = _Watch(options.steps if options.profile and on_cuda else None, lambda: _result(options, scratch, on_cuda))
     cli.trainer.callbacks += [watch]  # type: ignore[attr-defined]
     cli.trainer.fit(cli.model, train_dataloaders=_Prompts(options.prompts, options.prompt_tokens))
+    result = _result(options, scratch, on_cuda)
+    assert result is not None
+    return result | {"kernels": watch.kernels}
+
+
+def _result(options: argparse.Namespace, scratch: Path, on_cuda: bool) -> dict[str, Any] | None:
+    """Medians over the steps after the first that are through; None before the second."""
     metrics = [json.loads(line) for line in (scratch / "run" / "metrics.jsonl").read_text().splitlines()]
     metrics = [line for line in metrics if "train/loss" in line][1 : options.steps]
+    if not metrics:
+        return None
     result: dict[str, Any] = {
         f"{phase}_s": statistics.median(line.get(f"perf/{phase}_s", 0.0) for line in metrics)
         for phase in ("rollout", "reward", "score", "train", "optimizer", "step")
     }
+    result["steps"] = len(metrics)
     result["completion_length"] = statistics.fmean(line["rollout/completion_length"] for line in metrics)
     if on_cuda:
         result["train_peak_mib"] = max(line.get("vram/peak_train_mib", 0.0) for line in metrics)
-        result["peak_mib"] = max(
-            value for line in metrics for key, value in line.items() if key.startswith("vram/peak")
-        )
+        peaks = [value for line in metrics for key, value in line.items() if key.startswith("vram/peak")]
+        result["peak_mib"] = max(peaks)
         result["reserved_mib"] = torch.cuda.max_memory_reserved() / 2**20
-    result["kernels"] = watch.kernels
+    result["kernels"] = None
     return result
 
 
@@ -75,6 +85,7 @@ def _arguments(options: argparse.Namespace, folder: Path, root: Path, on_cuda: b
         f"--model.rollout.batch_size={options.prompts * options.rows}",
         f"--model.rollout.sampling.max_completion_length={length}",
         f"--model.validation.sampling.max_completion_length={length}",
+        "--adaptive_micro_batch=false",  # --micro-batch rows in each, as for the other candidates
         "--model.loss.mask_truncated=false",
         "--model.ppo_passes=1",
         f"--model.micro_batch_size={options.micro_batch}",
@@ -100,14 +111,15 @@ class _Prompts:
 
 
 class _Watch(Callback, PhaseListener):
-    """Lets no token end a completion, and profiles the training phase of one step.
+    """Lets no token end a completion, tells of every phase, and profiles the training phase of one step.
 
     Args:
         profiled: number of the step to profile; None for none.
+        result: the figures so far.
     """
 
-    def __init__(self, profiled: int | None) -> None:
-        self.profiled = profiled
+    def __init__(self, profiled: int | None, result: Callable[[], dict[str, Any] | None]) -> None:
+        self.profiled, self.result = profiled, result
         self.kernels: dict[str, tuple[float, int]] = {}
         self._profile: Any = None
 
@@ -115,6 +127,7 @@ class _Watch(Callback, PhaseListener):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         engine: Any = pl_module.engine
         engine.eos_token_ids = [-1]
+        note("model loaded")
 
     @override
     def on_phase_start(self, trainer: Trainer, pl_module: LightningModule, phase: Phase) -> None:
@@ -128,6 +141,14 @@ class _Watch(Callback, PhaseListener):
             self._profile.__exit__(None, None, None)
             self.kernels = _by_kind(self._profile)
             self._profile = None
+        note(f"step {pl_module.rollout_step}: {phase} {seconds:.3f} s")
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if (result := self.result()) is not None:
+            report(result)
 
 
 def _by_kind(profile: Any) -> dict[str, tuple[float, int]]:

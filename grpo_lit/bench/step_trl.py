@@ -1,8 +1,9 @@
 """The same training step in TRL with PEFT and bitsandbytes, for ``bench step``; needs trl, datasets and peft.
 
-Nothing here is used in training. TRL reuses a batch of completions for two optimizer steps (``num_iterations=2``), so
-that the second one is training alone, warm: its four parts and its optimizer step are the training time; generation is
-timed where it happens, without the scoring of old log-probs that TRL does after it in this setting.
+Nothing here is used in training. A few tokens are generated first, to warm up. TRL then reuses a batch of completions
+for two optimizer steps (``num_iterations=2``), so that the second one is training alone, warm: its parts and its
+optimizer step are the training time; generation is timed where it happens, without the scoring of old log-probs that
+TRL does after it in this setting.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 
 from grpo_lit.bench.shapes import noise, write_model_folder
+from grpo_lit.bench.step import note
 from grpo_lit.errors import SystemFault
 
 
@@ -45,7 +47,9 @@ def run_trl(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
         """Times TRL's own methods from outside."""
 
         def _generate_and_score_completions(self, inputs: Any) -> Any:
-            return watch.timed("generate", super()._generate_and_score_completions, inputs)
+            found = watch.timed("generate", super()._generate_and_score_completions, inputs)
+            note(f"generated: {watch.seconds['generate'][-1]:.3f} s")
+            return found
 
         def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
             if watch.inside != "generate":
@@ -63,6 +67,7 @@ def run_trl(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
 
         def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
             watch.mark("after optimizer")
+            note(f"optimizer step after parts of {[round(s, 3) for s in watch.seconds['training_step'][-parts:]]} s")
 
     parts = max(1, options.prompts * options.rows // options.micro_batch)
     config = trl.GRPOConfig(
@@ -104,11 +109,21 @@ def run_trl(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
         ),
         callbacks=[Steps()],
     )
+    note("model loaded")
+    _warm_up(trainer.model, options.rows)
+    note("warmed up")
     trainer.train()
     lengths = [
         line["completions/mean_length"] for line in trainer.state.log_history if "completions/mean_length" in line
     ]
     return watch.result(parts) | {"completion_length": lengths[0] if lengths else None, "kernels": None}
+
+
+def _warm_up(model: Any, rows: int) -> None:
+    """A few tokens, so that what is loaded and chosen once does not count as generation."""
+    ids = torch.full((rows, 8), 5, device=next(model.parameters()).device)
+    with torch.no_grad():
+        model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, pad_token_id=0)
 
 
 def _weights(shape: str, folder: Path, dtype: torch.dtype, device: str) -> Path:

@@ -34,7 +34,8 @@ class Sequences(NamedTuple):
         return Sequences(ends.to(device, non_blocking=True), lengths)
 
 
-def _flash(q: Tensor) -> bool:
+def flashes(q: Tensor) -> bool:
+    """Whether queries (rows, Hq, D) like these go through FlashAttention, which reads the starts on the device."""
     return (
         q.is_cuda
         and torch.version.hip is None
@@ -47,7 +48,7 @@ def _flash(q: Tensor) -> bool:
 
 def packed_attention(q: Tensor, k: Tensor, v: Tensor, where: Sequences, scale: float) -> tuple[Tensor, list[Tensor]]:
     """(rows, Hq, D) attention of q (rows, Hq, D), k and v (rows, Hkv, D), and what the backward wants of it."""
-    if not _flash(q):
+    if not flashes(q):
         return torch.cat(list(_each(q, k, v, where, scale))), []
     longest = max(where.lengths)
     out, lse, rng, unused, _ = torch.ops.aten._flash_attention_forward(

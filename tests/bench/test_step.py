@@ -19,7 +19,9 @@ SMALL += ["--completion-tokens", "6", "--steps", "2"]
 def test_phases_table_and_csv(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "step.csv"
     assert step.main([*SMALL, "--candidates", "hf", "--csv", str(file)]) == 0
-    out = capsys.readouterr().out
+    out, told = capsys.readouterr()
+    assert "hf: " in told
+    assert "s step 0: train" in told
     assert "NO MEASUREMENT" in out
     assert "4 completions of 8 + 6 tokens" in out
     with file.open() as lines:
