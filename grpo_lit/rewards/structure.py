@@ -147,6 +147,8 @@ def _read(text: str, depth: int) -> Node:
     if depth > 6 or not text or not balanced(text):
         return Leaf(text)
     text = _cut_approximation(text)
+    if not text:  # a sign of approximation and nothing after it
+        return Leaf(text)
     member = _MEMBER.fullmatch(text)
     if member and is_name(text[: member.start("set")].rpartition("\\in")[0]):
         return _read(member["set"].strip(), depth + 1)

@@ -7,7 +7,7 @@ Math-Verify in a worker process (`pool`).
 
 from __future__ import annotations
 
-import re
+import logging
 import threading
 import time
 from collections import OrderedDict
@@ -18,6 +18,7 @@ from typing import Literal, NamedTuple
 
 from grpo_lit.errors import UserError
 from grpo_lit.rewards.algebra import TooLarge
+from grpo_lit.rewards.calculation import is_calculation, is_number
 from grpo_lit.rewards.compare import is_several, same_answer
 from grpo_lit.rewards.extract import final_answer, gold_answer
 from grpo_lit.rewards.leaves import ExactOracle, check_size
@@ -28,9 +29,12 @@ from grpo_lit.rewards.pool import Job, Reply, WorkerPool, check_timeout
 
 VerdictKind = Literal["correct", "wrong", "unparsable", "timeout", "crashed"]
 VERDICT_KINDS: tuple[VerdictKind, ...] = ("correct", "wrong", "unparsable", "timeout", "crashed")
+READER_FAILED = "the reader failed on it"
+"""Beginning of a verdict's reason where reading the response raised: a fault of this package."""
 MAX_ANSWER_CHARS = 2000
 """A final answer longer than this isn't read as mathematics."""
 CACHE_SIZE = 20_000
+_log = logging.getLogger("grpo_lit.verifier")
 
 
 @dataclass(frozen=True)
@@ -118,6 +122,8 @@ class VerifierPool:
 
     def same(self, first: str, second: str, *, timeout_s: float | None = None) -> bool:
         """Whether two final answers, as extracted, are equal; the notion of equality that `verify` uses."""
+        if is_calculation(first) != is_calculation(second):  # else "8" would equal "3+5", but not the other way round
+            return False
         return self.verify(rf"\boxed{{{first}}}", second, timeout_s=timeout_s).correct
 
     def close(self) -> None:
@@ -136,18 +142,18 @@ class VerifierPool:
         for name, value in (("response", response), ("gold", gold)):
             if not isinstance(value, str):
                 raise UserError(name, value, "text")
-        verdict, job = _exact_verdict(response, gold, self.policy)
+        try:
+            verdict, job = _exact_verdict(response, gold, self.policy)
+        except Exception as error:
+            # A response is any text at all: one that trips the reader gets a verdict and a warning; the run goes on.
+            _log.warning("verifier: %r while reading %r against %r", error, response[-200:], gold)
+            verdict, job = Verdict("unparsable", None, f"{READER_FAILED}: {error!r}"), None
         if job is not None:
             known = self._cache.find(job, timeout_s)
             if known is not None:
                 verdict, job = _combine(_Pending(job, verdict), replace_seconds(known)), None
         verdict = replace(verdict, latency_s=verdict.latency_s + time.perf_counter() - start)
         return verdict if job is None else _Pending(job, verdict)
-
-
-# Numbers joined by + - * only: the question of an arithmetic task, not its answer. Fractions and powers are answers.
-_CALCULATION = re.compile(r"\s*[-+−]?\d[\d.]*(?:\s*(?:[-+*×·−]|\\times|\\cdot)\s*[-+−]?\d[\d.]*)+\s*")
-_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 
 
 def _exact_verdict(response: str, gold: str, policy: VerifierPolicy) -> tuple[Verdict, Job | None]:
@@ -165,7 +171,7 @@ def _exact_verdict(response: str, gold: str, policy: VerifierPolicy) -> tuple[Ve
     if len(text) > MAX_ANSWER_CHARS:
         return replace(verdict, kind="unparsable", reason=f"an answer of {len(text)} characters"), None
     answer = normalise(text)
-    if _NUMBER.fullmatch(wanted) and (_CALCULATION.fullmatch(answer) or _CALCULATION.fullmatch(text.rstrip(" .:;,=?"))):
+    if is_number(wanted) and (is_calculation(answer) or is_calculation(text)):
         return replace(verdict, reason="a calculation that is not carried out"), None
     try:
         same = same_answer(wanted, answer, ExactOracle(policy))

@@ -5,10 +5,12 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
-from grpo_lit.rewards import VerifierPool, final_answer, verify_math
+from grpo_lit.rewards import VerifierPool, final_answer, verify, verify_math
+from grpo_lit.rewards.verify import READER_FAILED
 
 TOWERS = [
     *("10" + "^{10" * n + "}" * n for n in range(2, 8)),
@@ -194,7 +196,7 @@ def test_a_megabyte_of_text_is_read_from_its_end() -> None:
 
 def test_random_text_never_raises(pool: VerifierPool) -> None:
     pieces = [
-        *"(){}[]^_=<>,;:!|$\\&%.-+/ \n12xn5A",
+        *"(){}[]^_=<>,;:!|$\\&%.-+/ \n12xn5A≈±≤∈→°√·",
         "yes",
         "cm",
         " or ",
@@ -210,3 +212,24 @@ def test_random_text_never_raises(pool: VerifierPool) -> None:
     golds = [draw.choice(["5", "x+1", "(1,2)", r"\{1,2\}", "[0,1)", "x=5", "x>2", "A", "yes", "1:2"]) for _ in texts]
     verdicts = pool.verify_many([rf"\boxed{{{text}}}" for text in texts], golds, timeout_s=2.0)
     assert {v.kind for v in verdicts} <= {"correct", "wrong", "unparsable"}
+    assert not [v for v in verdicts if v.reason.startswith(READER_FAILED)]
+
+
+@pytest.mark.parametrize("sign", ["≈", r"\approx", *"~=±<→:∈%$°^_·√"])
+def test_an_answer_cut_after_a_sign_is_read(pool: VerifierPool, sign: str) -> None:
+    for text in (f"{sign} ", f"3 {sign} ", f"x {sign} {sign}", rf"\boxed{{{sign} }}", f"The answer is {sign}"):
+        verdict = pool.verify(text, "8")
+        assert not verdict.correct
+        assert not verdict.reason.startswith(READER_FAILED), (text, verdict.reason)
+
+
+def test_an_answer_that_trips_the_reader_is_a_verdict_and_a_warning(
+    pool: VerifierPool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(response: str) -> Any:
+        raise IndexError("string index out of range")
+
+    monkeypatch.setattr(verify, "final_answer", broken)
+    verdict = pool.verify("It is 8.", "8")
+    assert (verdict.kind, verdict.reason.startswith(READER_FAILED)) == ("unparsable", True)
+    assert "It is 8." in caplog.text
