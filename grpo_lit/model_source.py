@@ -14,6 +14,7 @@ from typing import Any
 from transformers import AutoConfig, PretrainedConfig
 
 from grpo_lit.errors import SystemFault, UserError
+from grpo_lit.gguf_files import read_once
 
 PACKAGE_SCHEME = "package:"
 _ACCEPTED = "a hub id (org/name), a folder with config.json, a .gguf file, or package:NAME[/path]"
@@ -92,7 +93,8 @@ def load_model_config(source: ModelSource, *, argument: str = "model.policy.path
         SystemFault: the hub can't be reached.
     """
     try:
-        config: PretrainedConfig = AutoConfig.from_pretrained(source.location, **source.kwargs)
+        with read_once(source.gguf_file):
+            config: PretrainedConfig = AutoConfig.from_pretrained(source.location, **source.kwargs)
     except (OSError, ValueError, KeyError) as error:
         if not source.is_local and _is_network_error(error):
             raise SystemFault(

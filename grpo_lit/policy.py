@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfi
 
 from grpo_lit.errors import SystemFault, UserError
 from grpo_lit.fused_decoder import FusedDecoder, choose_fused
+from grpo_lit.gguf_files import read_once
 from grpo_lit.kernels import linear_logprobs
 from grpo_lit.lora import LoRAConfig, inject_lora, lora_dtype
 from grpo_lit.memory.checkpointing import LayerCheckpointing, tile_mlps
@@ -284,7 +285,8 @@ def _load_model(config: PolicyConfig, source: ModelSource, device: torch.device)
         draw_weights(model, device, _DTYPES[config.dtype] if config.quantization == "nf4" else None)
         return model
     try:
-        model = AutoModelForCausalLM.from_pretrained(source.location, config=model_config, **source.kwargs, **common)
+        with read_once(source.gguf_file):
+            model = AutoModelForCausalLM.from_pretrained(source.location, config=model_config, **source.kwargs, **common)
     except torch.OutOfMemoryError as error:
         raise SystemFault(f"model.policy.path={source.spec!r}: does not fit into memory ({error})") from error
     except (OSError, ValueError, KeyError, ImportError) as error:

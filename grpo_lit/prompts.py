@@ -9,6 +9,7 @@ from typing import Any
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from grpo_lit.errors import UserError
+from grpo_lit.gguf_files import read_once
 from grpo_lit.model_source import ModelSource
 
 Message = dict[str, str]
@@ -22,7 +23,8 @@ def load_tokenizer(source: ModelSource, *, argument: str = "model.policy.path") 
         UserError: there is no tokenizer, or it has neither a pad nor an EOS token.
     """
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source.location, **source.kwargs)
+        with read_once(source.gguf_file):
+            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source.location, **source.kwargs)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(argument, source.spec, "a model with a tokenizer") from error
     if tokenizer.eos_token_id is None:

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from grpo_lit.model_source import resolve_model_source
+from grpo_lit import gguf_files
+from grpo_lit.model_source import load_model_config, resolve_model_source
 from grpo_lit.prompts import PromptEncoder, load_tokenizer, prefilled_tail
 
 TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m['content'] }}{% endfor %}="
@@ -56,3 +57,21 @@ def test_prefilled_tail(prompt: str, tail: str) -> None:
 def test_decode_leaves_special_tokens_out(encoder: PromptEncoder) -> None:
     ids = encoder.encode("12+3")
     assert encoder.decode([*ids, encoder.tokenizer.eos_token_id]) == "12+3"
+
+
+def test_a_gguf_file_is_read_once(smollm2: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import gguf
+
+    readers = []
+
+    class Counted(gguf.gguf_reader.GGUFReader):  # type: ignore[misc]
+        def __init__(self, *args: object) -> None:
+            readers.append(args[0])
+            super().__init__(*args)
+
+    gguf_files._reader.cache_clear()
+    monkeypatch.setattr(gguf.gguf_reader, "GGUFReader", Counted)
+    source = resolve_model_source(smollm2)
+    assert load_model_config(source).vocab_size == len(load_tokenizer(source)) == 49152
+    assert len(readers) == 1
+    assert gguf.GGUFReader is not gguf_files._shared_reader  # what others load is their own affair
