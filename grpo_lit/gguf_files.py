@@ -8,6 +8,7 @@ vocabulary, one numpy call each), and builds the table of tensor names once for 
 from __future__ import annotations
 
 import functools
+import importlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,8 +25,7 @@ def read_once(gguf_file: str | None) -> Iterator[None]:
     if gguf_file is None:
         yield
         return
-    import gguf
-
+    gguf: Any = importlib.import_module("gguf")  # slow to import, and of use for such files alone
     # transformers looks both names up in the module each time it loads something.
     reader, name_map = gguf.GGUFReader, gguf.get_tensor_name_map
     gguf.GGUFReader, gguf.get_tensor_name_map = _shared_reader, _shared_name_map
@@ -42,13 +42,9 @@ def _shared_reader(path: str | os.PathLike[str], mode: str = "r") -> Any:
 
 @functools.lru_cache(maxsize=1)  # a reader maps the file and holds the parsed metadata: some 100 MB for 50,000 tokens
 def _reader(path: str, mode: str, changed_ns: int, size: int) -> Any:
-    from gguf.gguf_reader import GGUFReader
-
-    return GGUFReader(path, mode)
+    return importlib.import_module("gguf.gguf_reader").GGUFReader(path, mode)
 
 
 @functools.lru_cache(maxsize=4)
 def _shared_name_map(architecture: Any, num_layers: int) -> Any:
-    from gguf.tensor_mapping import get_tensor_name_map
-
-    return get_tensor_name_map(architecture, num_layers)
+    return importlib.import_module("gguf.tensor_mapping").get_tensor_name_map(architecture, num_layers)

@@ -286,7 +286,9 @@ def _load_model(config: PolicyConfig, source: ModelSource, device: torch.device)
         return model
     try:
         with read_once(source.gguf_file):
-            model = AutoModelForCausalLM.from_pretrained(source.location, config=model_config, **source.kwargs, **common)
+            model = AutoModelForCausalLM.from_pretrained(
+                source.location, config=model_config, **source.kwargs, **common
+            )
     except torch.OutOfMemoryError as error:
         raise SystemFault(f"model.policy.path={source.spec!r}: does not fit into memory ({error})") from error
     except (OSError, ValueError, KeyError, ImportError) as error:
