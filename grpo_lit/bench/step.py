@@ -1,9 +1,10 @@
 """``grpo-lit bench step``: one whole training step by phase, with each rollout engine and beside TRL where installed.
 
 Every candidate runs in a process of its own, on a model of a known shape with random weights (nothing is downloaded):
-NF4 base, LoRA of rank 16 on q, k, v and o, gradient checkpointing, bf16, AdamW. Times are wall clock with the device
-waited for, medians over the steps after the first, which warms up; peaks are torch's allocator's. TRL comes last. What
-a candidate has measured when its time is up counts, and every line is written as soon as it is known.
+NF4 base, LoRA of rank 16 on q, k, v and o, gradient checkpointing, bf16, AdamW. With ``--task`` it is a configuration
+as it stands instead: its model, data, lengths and rewards. Times are wall clock with the device waited for, medians
+over the steps after the first, which warms up; peaks are torch's allocator's. TRL comes last. What a candidate has
+measured when its time is up counts, and every line is written as soon as it is known.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ def parser() -> argparse.ArgumentParser:
         epilog="Further arguments are those of grpo-lit fit, for our candidates.",
     )
     made.add_argument("--shape", default="1.5b", choices=sorted(SHAPES), help="model of this shape, random weights")
+    made.add_argument("--task", metavar="CONFIG", help="train this configuration as it stands, in place of a shape")
     made.add_argument(
         "--candidates",
         nargs="+",
@@ -85,6 +87,8 @@ def main(argv: Sequence[str]) -> int:
     for name, least in (("prompts", 1), ("rows", 2), ("micro_batch", 1), ("steps", 2), ("completion_tokens", 1)):
         if getattr(options, name) < least:
             raise UserError(f"--{name.replace('_', '-')}", getattr(options, name), f"at least {least}")
+    if options.task and "trl" in options.candidates:
+        raise UserError("--candidates", "trl", "our candidates: TRL has no --task")
     if options.child:
         return _child(options, extra)
     rows, failed = [], False
@@ -195,10 +199,11 @@ def _context(options: argparse.Namespace) -> dict[str, object]:
     return {
         "gpu": torch.cuda.get_device_name() if on_cuda else None,
         "measurement": on_cuda,
-        "shape": options.shape,
-        "completions": options.prompts * options.rows,
-        "prompt_tokens": options.prompt_tokens,
-        "completion_tokens": options.completion_tokens,
+        "task": options.task,
+        "shape": None if options.task else options.shape,
+        "completions": None if options.task else options.prompts * options.rows,
+        "prompt_tokens": None if options.task else options.prompt_tokens,
+        "completion_tokens": None if options.task else options.completion_tokens,
         **{package: installed(package) for package in PACKAGES},
         "date": date.today().isoformat(),
     }
@@ -207,10 +212,11 @@ def _context(options: argparse.Namespace) -> dict[str, object]:
 def _headline(options: argparse.Namespace, context: dict[str, object]) -> str:
     versions = ", ".join(f"{name} {context[name]}" for name in PACKAGES if context[name])
     where = context["gpu"] or "NO MEASUREMENT: no CUDA device"
-    return (
-        f"{where}; {versions}; {context['date']}\nshape {options.shape}: {context['completions']} completions of "
-        f"{options.prompt_tokens} + {options.completion_tokens} tokens, micro-batches of {options.micro_batch} rows"
+    shape = (
+        f"shape {options.shape}: {context['completions']} completions of {options.prompt_tokens} + "
+        f"{options.completion_tokens} tokens, micro-batches of {options.micro_batch} rows"
     )
+    return f"{where}; {versions}; {context['date']}\n" + (f"task {options.task}" if options.task else shape)
 
 
 def _titles() -> str:
@@ -226,16 +232,19 @@ def _line(row: dict[str, Any]) -> str:
 
 
 def _notes(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Each candidate relative to TRL if it ran, and kernels by kind."""
+    """Each candidate relative to TRL if it ran, else to hf, and kernels by kind."""
     lines = []
-    trl = next((row for row in rows if row["candidate"] == "trl"), None)
+    found = {row["candidate"]: row for row in rows}
+    base = found.get("trl", found.get("hf"))
     for row in rows:
-        if trl is None or row is trl:
+        if base is None or row is base:
             continue
-        ratios = [f"{what} {row[key] / trl[key]:.2f}x" for what, key in (("step", "step_s"), ("train", "train_s"))]
-        if trl.get("peak_mib") and row.get("peak_mib"):
-            ratios.append(f"peak memory {row['peak_mib'] / trl['peak_mib']:.2f}x")
-        lines.append(f"{row['candidate']} against TRL: {', '.join(ratios)}")
+        keys = [phase for phase in ("step", "rollout", "train") if base.get(f"{phase}_s")]
+        ratios = [f"{phase} {row[f'{phase}_s'] / base[f'{phase}_s']:.2f}x" for phase in keys]
+        if base.get("peak_mib") and row.get("peak_mib"):
+            ratios.append(f"peak memory {row['peak_mib'] / base['peak_mib']:.2f}x")
+        name = "TRL" if base["candidate"] == "trl" else base["candidate"]
+        lines.append(f"{row['candidate']} against {name}: {', '.join(ratios)}")
     for row in rows:
         for kind, (milliseconds, launches) in (row.get("kernels") or {}).items():
             lines.append(f"{row['candidate']} training, {kind:<24} {milliseconds:9.1f} ms {launches:7d} kernels")

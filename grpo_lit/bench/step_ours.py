@@ -30,15 +30,22 @@ _KINDS = (
 
 def run_ours(options: argparse.Namespace, extra: list[str], scratch: Path) -> dict[str, Any]:
     """Median seconds by phase, peaks in MiB, and kernels by kind where asked for."""
-    from grpo_lit.cli.train import build
+    from grpo_lit.cli.train import build, check_data
 
     on_cuda = torch.cuda.is_available() and not options.cpu
-    folder = write_model_folder(options.shape, scratch / "model")
-    cli = build("fit", _arguments(options, folder, scratch / "run", on_cuda) + extra)
+    own = (
+        [] if options.task else _shape_arguments(options, write_model_folder(options.shape, scratch / "model"), on_cuda)
+    )
+    cli = build("fit", [*_arguments(options, scratch / "run", on_cuda), *own, *OURS[options.child][1], *extra])
     note("configuration resolved")
-    watch = _Watch(options.steps if options.profile and on_cuda else None, lambda: _result(options, scratch, on_cuda))
+    profiled = options.steps if options.profile and on_cuda else None
+    watch = _Watch(profiled, lambda: _result(options, scratch, on_cuda), endless=not options.task)
     cli.trainer.callbacks += [watch]  # type: ignore[attr-defined]
-    cli.trainer.fit(cli.model, train_dataloaders=_Prompts(options.prompts, options.prompt_tokens))
+    if options.task:
+        check_data(cli)
+        cli.trainer.fit(cli.model, datamodule=cli.datamodule)
+    else:
+        cli.trainer.fit(cli.model, train_dataloaders=_Prompts(options.prompts, options.prompt_tokens))
     result = _result(options, scratch, on_cuda)
     assert result is not None
     return result | {"kernels": watch.kernels}
@@ -65,14 +72,10 @@ def _result(options: argparse.Namespace, scratch: Path, on_cuda: bool) -> dict[s
     return result
 
 
-def _arguments(options: argparse.Namespace, folder: Path, root: Path, on_cuda: bool) -> list[str]:
-    length = options.completion_tokens
-    engine, own = OURS[options.child]
+def _arguments(options: argparse.Namespace, root: Path, on_cuda: bool) -> list[str]:
+    """What every run is given."""
     return [
-        "--config=3060ti",
-        f"--model.policy.path={folder}",
-        "--model.policy.random_weights=true",
-        f"--model.policy.dtype={'bf16' if on_cuda else 'fp32'}",
+        f"--config={options.task or '3060ti'}",
         f"--trainer.accelerator={'gpu' if on_cuda else 'cpu'}",
         "--trainer.devices=1",
         f"--trainer.default_root_dir={root}",
@@ -80,19 +83,28 @@ def _arguments(options: argparse.Namespace, folder: Path, root: Path, on_cuda: b
         "--trainer.limit_val_batches=0",
         "--trainer.enable_progress_bar=false",
         "--trainer.logger=false",
-        f"--model.rollout.engine={engine}",
+        f"--model.rollout.engine={OURS[options.child][0]}",
+        "--model.ppo_passes=1",
+    ]
+
+
+def _shape_arguments(options: argparse.Namespace, folder: Path, on_cuda: bool) -> list[str]:
+    """What a run on a model without data is given."""
+    length = options.completion_tokens
+    return [
+        f"--model.policy.path={folder}",
+        "--model.policy.random_weights=true",
+        f"--model.policy.dtype={'bf16' if on_cuda else 'fp32'}",
         f"--model.rollout.group_size={options.rows}",
         f"--model.rollout.batch_size={options.prompts * options.rows}",
         f"--model.rollout.sampling.max_completion_length={length}",
         f"--model.validation.sampling.max_completion_length={length}",
         "--adaptive_micro_batch=false",  # --micro-batch rows in each, as for the other candidates
         "--model.loss.mask_truncated=false",
-        "--model.ppo_passes=1",
         f"--model.micro_batch_size={options.micro_batch}",
         "--model.rewards=[grpo_lit.bench.shapes.noise]",
         f"--data.prompts_per_step={options.prompts}",
         f"--data.max_prompt_length={max(512, options.prompt_tokens)}",
-        *own,
     ]
 
 
@@ -111,22 +123,26 @@ class _Prompts:
 
 
 class _Watch(Callback, PhaseListener):
-    """Lets no token end a completion, tells of every phase, and profiles the training phase of one step.
+    """Tells of every phase, and profiles the training phase of one step.
 
     Args:
         profiled: number of the step to profile; None for none.
         result: the figures so far.
+        endless: let no token end a completion.
     """
 
-    def __init__(self, profiled: int | None, result: Callable[[], dict[str, Any] | None]) -> None:
-        self.profiled, self.result = profiled, result
+    def __init__(
+        self, profiled: int | None, result: Callable[[], dict[str, Any] | None], *, endless: bool = True
+    ) -> None:
+        self.profiled, self.result, self.endless = profiled, result, endless
         self.kernels: dict[str, tuple[float, int]] = {}
         self._profile: Any = None
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         engine: Any = pl_module.engine
-        engine.eos_token_ids = [-1]
+        if self.endless:
+            engine.eos_token_ids = [-1]
         note("model loaded")
 
     @override

@@ -35,6 +35,17 @@ def test_phases_table_and_csv(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert row["date"]
 
 
+def test_a_configuration_as_it_stands(capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["--trainer.max_steps=2", "--data.prompts_per_step=2", "--model.rollout.group_size=2"]
+    arguments = ["--cpu", "--json", "--task", "quickstart", "--steps", "2", "--candidates", "graph", *small]
+    assert step.main(arguments) == 0
+    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    assert (row["candidate"], row["task"], row["shape"]) == ("graph", "quickstart", None)
+    assert 1 < row["completion_length"] < 4, "its rows end by themselves"
+    (note,) = step._notes([row, row | {"candidate": "hf", "step_s": 4 * row["step_s"]}])
+    assert note.startswith("graph against hf: step 0.25x, rollout 1.00x")
+
+
 def test_what_fails_is_told_and_the_rest_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
     assert step.main([*SMALL, "--json", "--candidates", "vllm"]) == 1
     captured = capsys.readouterr()
@@ -48,7 +59,12 @@ def test_trl_is_a_candidate_only_where_it_is_installed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"), [(["--candidates", "verl"], "--candidates"), (["--rows", "1"], "--rows")]
+    ("arguments", "words"),
+    [
+        (["--candidates", "verl"], "--candidates"),
+        (["--rows", "1"], "--rows"),
+        (["--task", "quickstart", "--candidates", "trl"], "--candidates"),
+    ],
 )
 def test_mistakes(arguments: list[str], words: str) -> None:
     with pytest.raises(UserError, match=words):
