@@ -36,6 +36,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from grpo_lit.errors import UserError
+from grpo_lit.files import write_whole, writing
 from grpo_lit.kernels.lora_linear import lora_linear
 from grpo_lit.kernels.nf4 import Nf4Weight
 
@@ -249,7 +250,6 @@ def save_adapter(model: nn.Module, folder: str | Path, *, base_model: str) -> No
         base_model: hub id or path of the base, for PEFT's ``base_model_name_or_path``.
     """
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     layers = dict(lora_layers(model))
     any_layer = next(iter(layers.values()))
     config: dict[str, Any] = {
@@ -265,9 +265,14 @@ def save_adapter(model: nn.Module, folder: str | Path, *, base_model: str) -> No
         "inference_mode": True,
     }
     tmp = folder / (ADAPTER_WEIGHTS + ".tmp")
-    tmp.write_bytes(save(adapter_state(model), metadata={"format": "pt"}))
-    tmp.replace(folder / ADAPTER_WEIGHTS)
-    (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    with writing(folder / ADAPTER_WEIGHTS):
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            tmp.write_bytes(save(adapter_state(model), metadata={"format": "pt"}))
+            tmp.replace(folder / ADAPTER_WEIGHTS)
+        finally:
+            tmp.unlink(missing_ok=True)
+    write_whole(folder / ADAPTER_CONFIG, json.dumps(config, indent=2) + "\n")
 
 
 def read_adapter_config(folder: str | Path, *, argument: str) -> dict[str, Any]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from typing_extensions import override
+
+from grpo_lit.files import write_whole
 
 if TYPE_CHECKING:
     from grpo_lit.module import GRPOModule
@@ -82,14 +83,8 @@ def _or_none(value: float) -> float | None:
 
 def write_records(folder: Path, step: int, records: list[dict[str, Any]]) -> None:
     """Write one step's file atomically."""
-    folder.mkdir(parents=True, exist_ok=True)
-    target = folder / f"step_{step:06d}.jsonl"
-    tmp = target.with_suffix(".tmp")
-    with tmp.open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
-        file.flush()
-        os.fsync(file.fileno())
-    tmp.replace(target)
+    text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+    write_whole(folder / f"step_{step:06d}.jsonl", text)
 
 
 def markdown_table(records: list[dict[str, Any]]) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from grpo_lit.callbacks._schedule import validation_follows
+from grpo_lit.errors import SystemFault
+from grpo_lit.files import append_line
 
 _log = logging.getLogger(__name__)
 TIMING_PREFIXES = ("perf/", "vram/", "oom/", "micro_batch/")
@@ -90,17 +91,12 @@ def without_timings(record: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in record.items() if not name.startswith(TIMING_PREFIXES)}
 
 
-def append_line(path: Path, record: dict[str, Any]) -> None:
-    """Append one JSON line and flush it to disk."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(record) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def read_metrics(path: Path, *, repair: bool = False) -> list[dict[str, Any]]:
-    """Records of a metrics file; a last line torn by a crash is left out, and cut off with `repair`."""
+    """Records of a metrics file; a last line torn by a crash is left out, and cut off with `repair`.
+
+    Raises:
+        SystemFault: another line is no record.
+    """
     if not path.is_file():
         return []
     raw = path.read_bytes()
@@ -109,4 +105,14 @@ def read_metrics(path: Path, *, repair: bool = False) -> list[dict[str, Any]]:
         _log.warning("%s: cut off a torn last line of %d bytes", path, len(raw) - len(whole))
         with path.open("r+b") as file:
             file.truncate(len(whole))
-    return [json.loads(line) for line in whole.decode("utf-8").splitlines() if line.strip()]
+    return [_record(line, path, number) for number, line in enumerate(whole.split(b"\n"), start=1) if line.strip()]
+
+
+def _record(line: bytes, path: Path, number: int) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        record = None
+    if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+        raise SystemFault(f"{path}, line {number} is damaged: no JSON object with a step; restore it or take it out")
+    return record

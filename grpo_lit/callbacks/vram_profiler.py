@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from typing_extensions import override
 
 from grpo_lit.errors import UserError
+from grpo_lit.files import append_line
 from grpo_lit.memory.measure import Meter, Reading, moving_ledger, tensor_ledger
 from grpo_lit.memory.plan import MIB, Ledger, PhasePlan, plan_step
 from grpo_lit.memory.settings import formats_of, step_sizes_of
@@ -168,10 +168,8 @@ class VRAMProfiler(PhaseListener, Callback):
         self.phases, self._running = self._running, {}
         self._end_recordings(root, module.rollout_step)
         if trainer.is_global_zero and not trainer.fast_dev_run:  # type: ignore[attr-defined]
-            root.mkdir(parents=True, exist_ok=True)
             line = {"step": module.rollout_step, "phases": [m.to_json() for m in self.phases.values()]}
-            with (root / "memory.jsonl").open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
+            append_line(root / "memory.jsonl", line)
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from grpo_lit.checkpoint import read_checkpoint
 from grpo_lit.errors import SystemFault, UserError
+from grpo_lit.files import remove_leftovers, write_whole
 
 _MARKS = ("metrics.jsonl", "checkpoints", "config.yaml")
 
@@ -62,6 +63,8 @@ def locked(root: Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise UserError("trainer.default_root_dir", str(root), "a folder that no other run is using") from error
+        for folder in (root, root / "checkpoints", root / "completions"):
+            remove_leftovers(folder)
         yield
     finally:
         os.close(file)
@@ -88,5 +91,5 @@ def write_config(root: Path, text: str) -> None:
         number = 1
         while (kept := root / f"config.{number}.yaml").exists():
             number += 1
-        path.rename(kept)
-    path.write_text(text)
+        write_whole(kept, path.read_text())
+    write_whole(path, text)

@@ -10,12 +10,13 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-from grpo_lit.callbacks.metrics_file import append_line, read_metrics
+from grpo_lit.callbacks.metrics_file import read_metrics
 from grpo_lit.cli.parser import CLIParser
 from grpo_lit.cli.run_folder import locked
 from grpo_lit.cli.train import build
 from grpo_lit.errors import SystemFault, UserError
 from grpo_lit.evaluation.store import write_text
+from grpo_lit.files import append_line
 from grpo_lit.tune.report import write_outcome
 from grpo_lit.tune.search import Outcome, changes_text, search
 from grpo_lit.tune.space import changes_training, default_space, has_key
