@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from grpo_lit.errors import SystemFault
+from grpo_lit.files import writing
 from grpo_lit.step import TrainingBatch
 
 if TYPE_CHECKING:
@@ -54,11 +58,22 @@ class NonFiniteGuard:
             )
         return False
 
+    def check_weights(self, parameters: Sequence[Tensor], rollout_step: int) -> None:
+        """Refuse to go on from weights that are not finite: saved, they would take the last good checkpoint's place.
+
+        Raises:
+            SystemFault: a weight is NaN or infinite.
+        """
+        if not torch.stack([parameter.detach().isfinite().all() for parameter in parameters]).all():
+            raise SystemFault(
+                f"the trained weights are no longer finite in rollout step {rollout_step + 1}; that step is not saved. "
+                "Resume with --ckpt_path last; where it happens again, lower the learning rate"
+            )
+
     def _keep(self, module: GRPOModule, training: TrainingBatch) -> Path:
         """Write the batch; the file holds plain tensors only."""
         folder = Path(module.trainer.default_root_dir) / "nonfinite"
         path = folder / f"rollout_step_{module.rollout_step:06d}_rank_{module.global_rank}_{self.skipped}.pt"
-        folder.mkdir(parents=True, exist_ok=True)
         rollout = training.rollout
         tensors = {
             "prompt_ids": rollout.prompt_ids,
@@ -71,7 +86,11 @@ class NonFiniteGuard:
             "advantages": training.advantages,
             "weights": training.weights,
         }
-        torch.save({name: tensor.detach().cpu() for name, tensor in tensors.items()}, path)
+        buffer = io.BytesIO()
+        torch.save({name: tensor.detach().cpu() for name, tensor in tensors.items()}, buffer)
+        with writing(path):
+            folder.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(buffer.getbuffer())
         return path
 
     def state_dict(self) -> dict[str, int]:

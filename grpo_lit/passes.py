@@ -69,6 +69,7 @@ class Passes:
                 totals, flat = module.phase.attempt(lambda number=number: self._accumulate(number))  # type: ignore[misc]
             with module.phase("optimizer"):
                 metrics.append(self._step(totals, flat))
+        module.live_policy.release()  # rollouts have the memory of recorded layers
         return mean_of_passes(metrics)
 
     # ---- before the passes --------------------------------------------------------------------------------------
@@ -213,6 +214,7 @@ class Passes:
                 module.world.check_replicas(digest, module.trainer.global_step, parameters[0].device)
             module.engine.weights_changed()
         optimizer.zero_grad(set_to_none=True)
+        module.guard.check_weights(parameters, module.rollout_step)
         return metrics
 
     def _update(self, norm: Tensor) -> None:

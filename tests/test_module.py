@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from grpo_lit.callbacks import CompletionsFile, MetricsFile
+from grpo_lit.callbacks.metrics_file import read_metrics
 from grpo_lit.datamodules import MathDataModule
 from grpo_lit.errors import SystemFault, UserError
 from grpo_lit.lora import LoRAConfig
@@ -246,6 +247,19 @@ def test_non_finite_step_is_skipped_kept_and_counted(
     assert all(bool(value.isfinite().all()) for value in weights(module).values())
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["train/nonfinite_skips"] for line in lines] == [1.0, 1.0]
+
+
+class _PlantNaN(Callback):
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if pl_module.rollout_step == 1:
+            _, weight = pl_module.live_policy.trainable_parameters()[0]
+            weight.data.view(-1)[0] = float("nan")
+
+
+def test_weights_that_are_no_longer_finite_are_not_saved(tiny_llama: Path, tmp_path: Path, rewards: str) -> None:
+    with pytest.raises(SystemFault, match=r"no longer finite in rollout step 2.*--ckpt_path last"):
+        fit(tiny_llama, tmp_path, f"{rewards}.digits", max_steps=3, callbacks=[MetricsFile(), _PlantNaN()])
+    assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [1]
 
 
 def test_three_in_a_row_stop_the_run(

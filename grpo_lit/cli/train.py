@@ -124,8 +124,11 @@ def check_model(module: GRPOModule) -> None:
 def check_checkpoint(path: Path, module: GRPOModule, *, resume: bool = False) -> None:
     """Refuse a damaged checkpoint or one of another model, before any weight is loaded."""
     config = load_model_config(resolve_model_source(module.policy_config.path))
-    entry = read_checkpoint(path).get(KEY)
+    content = read_checkpoint(path)
+    entry = content.get(KEY)
     check_compatible(entry, config, module.lora_config, str(path))
+    if not all(bool(weight.isfinite().all()) for weight in content.get("state_dict", {}).values()):
+        raise UserError("ckpt_path", str(path), "a checkpoint whose weights are finite; take 'best' or an older one")
     assert entry is not None
     if resume and entry["optimizer"] != optimizer_name(module):
         raise UserError("model.optimizer", optimizer_name(module), f"{entry['optimizer']}, as in {path}")

@@ -13,7 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from grpo_lit.checkpoint import lora_fingerprint, model_fingerprint
 from grpo_lit.cli import main
+from grpo_lit.cli.train import check_checkpoint
+from grpo_lit.errors import UserError
+from grpo_lit.model_source import load_model_config, resolve_model_source
+from grpo_lit.module import GRPOModule
+from grpo_lit.policy import PolicyConfig
 
 Fit = Callable[..., Sequence[str]]
 
@@ -188,6 +194,22 @@ def test_damaged_checkpoint_is_refused(
         code, error = one_line(capsys, fit_arguments(tiny_llama, tmp_path / "run", f"--ckpt_path={name}"))
         assert code == 2
         assert name in error
+
+
+def test_checkpoint_with_nan_in_its_weights_is_refused(tiny_llama: Path, tmp_path: Path) -> None:
+    module = GRPOModule(PolicyConfig(path=str(tiny_llama)))
+    entry = {
+        "model": model_fingerprint(load_model_config(resolve_model_source(str(tiny_llama)))),
+        "lora": lora_fingerprint(module.lora_config),
+        "rollout_step": 3,
+    }
+    for value in (1.0, float("nan"), float("inf")):
+        torch.save({"state_dict": {"w": torch.tensor([0.0, value])}, "grpo_lit": entry}, tmp_path / "last.ckpt")
+        if value == 1.0:
+            check_checkpoint(tmp_path / "last.ckpt", module)
+        else:
+            with pytest.raises(UserError, match=r"ckpt_path=.*whose weights are finite"):
+                check_checkpoint(tmp_path / "last.ckpt", module)
 
 
 def test_pickled_code_in_a_checkpoint_does_not_run(
