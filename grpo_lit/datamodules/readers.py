@@ -59,20 +59,33 @@ def _read_text(file: Path, argument: str) -> str:
 
 
 def _read_object(line: str, where: str, argument: str) -> Row:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise UserError(argument, where, "one JSON object a line") from error
+    row = _parse(line, where, argument, "one JSON object a line")
     if not isinstance(row, dict):
         raise UserError(argument, where, "one JSON object a line")
     return row
 
 
-def _read_array(text: str, where: str, argument: str) -> list[Row]:
+def _parse(text: str, where: str, argument: str, accepted: str) -> Any:
+    """What a JSON text says; halves of surrogate pairs, which no encoding can write, become U+FFFD."""
     try:
-        rows = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise UserError(argument, where, "a JSON array of objects, or one JSON object a line") from error
+        value = json.loads(text)
+        return _whole_characters(value) if "\\u" in text else value
+    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, a thousand brackets
+        raise UserError(argument, where, accepted) from error
+
+
+def _whole_characters(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    if isinstance(value, list):
+        return [_whole_characters(item) for item in value]
+    if isinstance(value, dict):
+        return {_whole_characters(key): _whole_characters(item) for key, item in value.items()}
+    return value
+
+
+def _read_array(text: str, where: str, argument: str) -> list[Row]:
+    rows = _parse(text, where, argument, "a JSON array of objects, or one JSON object a line")
     if not all(isinstance(row, dict) for row in rows):
         raise UserError(argument, where, "a JSON array of objects, or one JSON object a line")
     return list(rows)

@@ -159,6 +159,25 @@ def test_mistakes_are_named(arguments: dict[str, Any], words: list[str], tmp_pat
         assert word in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "text", ["[" * 100_000, '{"question": ' * 50_000, '{"question": ' + "9" * 5000 + "}"]
+)
+@pytest.mark.parametrize("suffix", [".jsonl", ".json"])
+def test_json_that_breaks_parsers_is_one_line(text: str, suffix: str, tmp_path: Path) -> None:
+    file = tmp_path / f"rows{suffix}"
+    file.write_text(text)
+    with pytest.raises(UserError, match="JSON object a line"):
+        load_rows("custom", path=str(file))
+
+
+def test_half_a_surrogate_pair_becomes_the_replacement_character(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text(r'{"question": "a\ud800b \ud83d\ude00", "answer": "1", "more": [{"x": "\udc00"}]}' + "\n")
+    (row,) = load_rows("custom", path=str(file))
+    assert row["question"] == "a\ufffdb \U0001f600"
+    assert row["more"] == [{"x": "\ufffd"}]
+
+
 def test_a_hub_id_is_a_dataset(monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 
