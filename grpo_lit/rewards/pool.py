@@ -32,6 +32,7 @@ GRACE_S = 5.0
 JOBS_PER_WORKER = 5000
 """SymPy's caches grow; a fresh process now and then keeps memory flat."""
 
+_FROM_OUTSIDE = tuple(-number for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
 _WORKER = Path(__file__).with_name("worker.py")
 
 
@@ -62,6 +63,8 @@ class _Worker:
         self.deadline = 0.0
         self.timeout_s = 0.0
         self.buffer = b""
+        self.killed = False
+        """Whether somebody else ended the process during the last job."""
 
     def launch(self) -> None:
         """Starts the process if there is none, and doesn't wait for it."""
@@ -142,11 +145,13 @@ class _Worker:
     def reply(self) -> Reply:
         """Reads the answer that has arrived, or says how the process ended."""
         answer = self.read_line(max(0.0, self.deadline - time.monotonic()))
+        self.killed = False
         if answer is not None:
             kind: dict[bool | None, Literal["correct", "wrong", "unparsable"]]
             kind = {True: "correct", False: "wrong", None: "unparsable"}
             return Reply(kind[answer["correct"]], answer["reason"], answer["seconds"])
         status = self.process.poll() if self.process is not None else None
+        self.killed = status in _FROM_OUTSIDE
         self.kill()
         seconds = time.monotonic() - self.sent
         if status in (None, -signal.SIGALRM, -getattr(signal, "SIGXCPU", 0)):
@@ -270,6 +275,7 @@ def _run(workers: list[_Worker], jobs: Sequence[Job], timeout_s: float) -> list[
     waiting = deque(enumerate(jobs))
     replies: list[Reply | None] = [None] * len(jobs)
     busy: dict[int, tuple[_Worker, int]] = {}  # by file descriptor
+    judged_again: set[int] = set()  # once each: the answer may be what had its worker killed
 
     def give(worker: _Worker) -> None:
         if waiting:
@@ -290,7 +296,12 @@ def _run(workers: list[_Worker], jobs: Sequence[Job], timeout_s: float) -> list[
         for descriptor, (worker, index) in list(busy.items()):
             if descriptor in ready or time.monotonic() >= worker.deadline:
                 del busy[descriptor]
-                replies[index] = worker.reply()
+                reply = worker.reply()
+                if worker.killed and index not in judged_again:
+                    judged_again.add(index)
+                    waiting.appendleft((index, jobs[index]))
+                else:
+                    replies[index] = reply
                 give(worker)
     return [reply for reply in replies if reply is not None]
 

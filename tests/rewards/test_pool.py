@@ -47,13 +47,20 @@ def wait_until(condition: object, seconds: float = 30.0) -> bool:
     return True
 
 
-def kill_soon(pool: WorkerPool) -> threading.Thread:
-    """Kills the worker once it has been at work for a moment."""
+def kill_soon(pool: WorkerPool, times: int = 1) -> threading.Thread:
+    """Kills the worker once it has been at work for a moment; its successors too, so many in all."""
 
     def kill() -> None:
-        assert wait_until(lambda: pool.pids and any(worker.sent for worker in pool._workers))
-        time.sleep(0.3)
-        os.kill(pool.pids[0], signal.SIGKILL)
+        killed: set[int] = set()
+
+        def another_works() -> bool:
+            return bool(set(pool.pids) - killed) and any(worker.jobs for worker in pool._workers)
+
+        for _ in range(times):
+            assert wait_until(another_works)
+            time.sleep(0.3)
+            killed.update(pool.pids)
+            os.kill(pool.pids[0], signal.SIGKILL)
 
     thread = threading.Thread(target=kill)
     thread.start()
@@ -97,8 +104,21 @@ def test_timeout_is_remembered_for_no_more_time_than_it_had(pool: VerifierPool) 
     assert time.perf_counter() - start > 0.6
 
 
-def test_killed_in_a_job_is_a_crash_and_the_pool_goes_on(pool: VerifierPool) -> None:
+def test_killed_once_the_answer_is_judged_again(pool: VerifierPool) -> None:
     killer = kill_soon(pool.workers)
+    verdict = pool.verify(rf"\boxed{{{ENDLESS.answer}}}", ENDLESS.gold, timeout_s=0.8)
+    killer.join()
+    assert verdict.kind == "timeout"  # not "crashed": a second worker has tried it for the whole time
+    jobs = [Job(r"\sin 2x", rf"{n}\sin x\cos x") for n in range(1, 41)]
+    with WorkerPool() as pool2:
+        killer = kill_soon(pool2)
+        replies = pool2.judge(jobs)
+        killer.join()
+    assert [reply.kind for reply in replies] == ["wrong", "correct", *["wrong"] * 38]
+
+
+def test_killed_twice_in_a_job_is_a_crash_and_the_pool_goes_on(pool: VerifierPool) -> None:
+    killer = kill_soon(pool.workers, times=2)
     verdict = pool.verify(rf"\boxed{{{ENDLESS.answer}}}", ENDLESS.gold, timeout_s=20.0)
     killer.join()
     assert verdict.kind == "crashed"
