@@ -72,6 +72,8 @@ class GRPOModule(LightningModule):
         rewards: reward functions by name or import path; their weighted sum is the reward. The first one also
             judges validation.
         reward_weights: weight of each reward function; all 1 by default.
+        reward_timeout_s: longest time for one reward function of yours on the rows of a step; a function that takes
+            longer ends the run instead of hanging it; null waits for ever.
         length_penalty: subtracted from the reward for each token of the completion.
         overlong_cache: tokens before the length limit over which a penalty grows to 1 (DAPO); null is off.
         ppo_passes: optimizer steps per rollout (the mu of the GRPO paper).
@@ -95,6 +97,7 @@ class GRPOModule(LightningModule):
         loss: LossConfig = LossConfig(),  # noqa: B008
         rewards: list[str] = ["math_accuracy"],  # noqa: B006
         reward_weights: list[float] | None = None,
+        reward_timeout_s: float | None = 1800.0,
         length_penalty: float = 0.0,
         overlong_cache: int | None = None,
         ppo_passes: int = 1,
@@ -124,6 +127,8 @@ class GRPOModule(LightningModule):
             raise UserError("model.reward_weights", reward_weights, f"one weight for each of {len(rewards)} rewards")
         if reward_weights is not None and not all(map(math.isfinite, reward_weights)):
             raise UserError("model.reward_weights", reward_weights, "finite numbers")
+        if reward_timeout_s is not None and not 0 < reward_timeout_s < math.inf:
+            raise UserError("model.reward_timeout_s", reward_timeout_s, "a number of seconds above 0, or null")
         if not 0 <= length_penalty < math.inf:
             raise UserError("model.length_penalty", length_penalty, "a finite number >= 0")
         limit = rollout.sampling.max_completion_length
@@ -138,7 +143,7 @@ class GRPOModule(LightningModule):
         self.policy_config, self.lora_config, self.rollout_config, self.loss_config = policy, lora, rollout, loss
         self.reward_functions = [resolve_reward(name) for name in rewards]
         self.reward_names = list(rewards)
-        self.reward_weights = reward_weights
+        self.reward_weights, self.reward_timeout_s = reward_weights, reward_timeout_s
         self.length_penalty, self.overlong_cache = length_penalty, overlong_cache
         self.ppo_passes, self.micro_batch_size, self.max_grad_norm = ppo_passes, micro_batch_size, max_grad_norm
         self.score_batch_size = score_batch_size

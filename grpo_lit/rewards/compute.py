@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import inspect
 import math
+import signal
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
@@ -68,8 +70,9 @@ def compute_rewards(
         completions: N texts, with the tail that the chat template prefilled.
         columns: the data set's columns, N entries each; a function gets those that it takes.
         weights: one per function; 1 by default.
-        timeout_s: longest time for one function on all N rows. A function that exceeds it can't be stopped,
-            only left behind in a daemon thread, which doesn't keep the process from ending.
+        timeout_s: longest time for one function on all N rows; the built-in ones have limits of their own. In the
+            main thread the function is interrupted by SIGALRM, unless it uses that signal itself. In another thread
+            it can't be stopped, only left behind in a daemon thread, which doesn't keep the process from ending.
 
     Raises:
         RewardError: a function raised, took too long, or returned a wrong length, no number, NaN or an
@@ -152,8 +155,14 @@ def _call(
     offered |= {key: values for key, values in columns.items() if key not in offered}
     # Lists of their own: a function that changes its arguments must not change the next one's.
     arguments = {key: list(values) for key, values in accepted_arguments(function, name, offered).items()}
+    returned: Any
     try:
-        returned = function(**arguments) if timeout_s is None else _within(function, arguments, name, timeout_s)
+        if timeout_s is None or str(getattr(function, "__module__", "")).startswith("grpo_lit."):
+            returned = function(**arguments)
+        elif threading.current_thread() is threading.main_thread():
+            returned = _interrupted(function, arguments, name, timeout_s)
+        else:
+            returned = _left_behind(function, arguments, name, timeout_s)
     except (SystemFault, UserError):
         raise
     except Exception as error:
@@ -165,7 +174,29 @@ def _call(
     return returned
 
 
-def _within(function: RewardFunction, arguments: dict[str, Any], name: str, timeout_s: float) -> Any:
+class _ExpiredError(BaseException):
+    """Time is over; no `Exception`, so that a function that catches all of those doesn't catch this."""
+
+
+def _interrupted(function: RewardFunction, arguments: dict[str, Any], name: str, timeout_s: float) -> Any:
+    def expire(number: int, frame: FrameType | None) -> None:
+        raise _ExpiredError
+
+    handler = signal.signal(signal.SIGALRM, expire)
+    timer = signal.setitimer(signal.ITIMER_REAL, timeout_s)
+    try:
+        try:
+            return function(**arguments)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+    except _ExpiredError:
+        raise RewardError(name, f"took more than {timeout_s:g} s (model.reward_timeout_s)") from None
+    finally:
+        signal.signal(signal.SIGALRM, handler)
+        signal.setitimer(signal.ITIMER_REAL, *timer)
+
+
+def _left_behind(function: RewardFunction, arguments: dict[str, Any], name: str, timeout_s: float) -> Any:
     result: list[Any] = []
     failure: list[BaseException] = []
 
@@ -179,7 +210,7 @@ def _within(function: RewardFunction, arguments: dict[str, Any], name: str, time
     thread.start()
     thread.join(timeout_s)
     if thread.is_alive():
-        raise RewardError(name, f"took more than {timeout_s:g} s")
+        raise RewardError(name, f"took more than {timeout_s:g} s (model.reward_timeout_s)")
     if failure:
         raise failure[0]
     return result[0]

@@ -65,7 +65,7 @@ class MathAccuracy:
         undecided: reward when the verifier ran out of time or died; None abstains.
         timeout_s: longest time for one answer.
         num_workers: worker processes; above 1 the function has a pool of its own.
-        units, percent, currency: see `VerifierPolicy`.
+        units, percent, currency, calculations: see `VerifierPolicy`.
 
     In a configuration: ``math_accuracy(wrong=-1.0, percent="value")``.
     """
@@ -78,10 +78,11 @@ class MathAccuracy:
     units: str = "lenient"
     percent: str = "either"
     currency: str = "lenient"
+    calculations: str = "refused"
 
     def __post_init__(self) -> None:
         self.__name__ = "math_accuracy"
-        policy = VerifierPolicy(self.units, self.percent, self.currency)
+        policy = VerifierPolicy(self.units, self.percent, self.currency, self.calculations)
         own = self.num_workers != 1 or policy != VerifierPolicy()
         self._pool = VerifierPool(self.num_workers, self.timeout_s, policy) if own else None
 
@@ -172,7 +173,11 @@ def resolve_reward(name: str | RewardFunction, *, argument: str = "model.rewards
     if not module_name or not attribute:
         raise UserError(argument, name, accepted)
     found = _import(module_name, attribute, argument, name, accepted)
-    if inspect.isclass(found) or settings is not None:
+    if inspect.isclass(found) and not any("__call__" in base.__dict__ for base in found.__mro__):
+        raise UserError(argument, spelled, f"{accepted}, or of a class with a method __call__")
+    if settings is not None and not inspect.isclass(found):  # nothing is called here but what can be a reward
+        raise UserError(argument, spelled, f"{accepted}; settings in brackets are for classes")
+    if inspect.isclass(found):
         found = _make(found, settings or {}, argument, spelled)
     if not callable(found):
         raise UserError(argument, name, f"{accepted}; this is {type(found).__name__}, which can't be called")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import signal
 import subprocess
 import sys
 import threading
@@ -292,19 +293,47 @@ def test_lengths_must_agree(prompts: Any, columns: Any, weights: Any, named: str
         compute_rewards([half], prompts, COMPLETIONS, columns, weights)
 
 
-def test_slow_function_is_left_behind() -> None:
-    gate = threading.Event()
+def test_slow_function_is_interrupted_and_the_signal_given_back() -> None:
+    handler = signal.getsignal(signal.SIGALRM)
 
-    def my_function(prompts: Any, completions: Any) -> Any:
-        gate.wait(60)
-        return [1.0] * 3
+    def stubborn(prompts: Any, completions: Any) -> Any:
+        try:
+            time.sleep(60)
+        except Exception:
+            return [1.0] * 3
 
     start = time.perf_counter()
-    with pytest.raises(RewardError, match=r"'my_function'.*took more than 0.2 s"):
-        compute_rewards([my_function], PROMPTS, COMPLETIONS, {}, timeout_s=0.2)
+    with pytest.raises(RewardError, match=r"'stubborn'.*took more than 0.2 s"):
+        compute_rewards([stubborn], PROMPTS, COMPLETIONS, {}, timeout_s=0.2)
     assert time.perf_counter() - start < 5
-    gate.set()
+    assert signal.getsignal(signal.SIGALRM) is handler
     assert compute_rewards([half], PROMPTS, COMPLETIONS, {}, timeout_s=5.0).rewards.tolist() == [0.5] * 3
+
+
+def test_slow_function_of_another_thread_is_left_behind() -> None:
+    failures: list[Exception] = []
+    gate = threading.Event()
+
+    def work() -> None:
+        try:
+            compute_rewards([lambda prompts, completions: gate.wait(60)], PROMPTS, COMPLETIONS, {}, timeout_s=0.2)
+        except RewardError as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join(10)
+    gate.set()
+    assert "took more than 0.2 s" in str(failures[0])
+
+
+def test_a_name_from_a_config_calls_nothing_but_classes_of_rewards(tmp_path: Path) -> None:
+    mark = tmp_path / "ran"
+    for name in (f"subprocess.Popen(args='touch {mark}', shell=True)", f"os.system(command='touch {mark}')"):
+        with pytest.raises(UserError, match=r"__call__|brackets are for classes"):
+            resolve_reward(name)
+    time.sleep(0.2)
+    assert not mark.exists()
 
 
 def test_slow_function_does_not_keep_the_process_from_ending() -> None:
