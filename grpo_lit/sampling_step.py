@@ -147,7 +147,8 @@ def judge(
     """Rewards of decoded rows; ``group_ids`` of the rollout point into the batch."""
     groups = rollout.group_ids.tolist()
     columns = {name: [values[group] for group in groups] for name, values in batch.columns.items()}
-    return compute_rewards(functions, [batch.prompts[g] for g in groups], completions, columns, weights=weights)
+    prompts, limit = [batch.prompts[g] for g in groups], module.reward_timeout_s
+    return compute_rewards(functions, prompts, completions, columns, weights=weights, timeout_s=limit)
 
 
 def _assemble(module: GRPOModule, batch: PromptBatch, rounds: list[tuple[Rollout, list[int], _Judged]]) -> StepRows:
