@@ -10,12 +10,13 @@ from typing import NamedTuple
 UNITS = ("lenient", "required", "ignored")
 PERCENTS = ("either", "value", "number")
 CURRENCIES = ("lenient", "required")
+CALCULATIONS = ("refused", "accepted")
 
 
 class VerifierPolicy(NamedTuple):
     """How an answer's dress is judged; the defaults never lose a right number to it.
 
-    The gold answer's reading comes first; all three concern single quantities, also within lists and tuples.
+    The gold answer's reading comes first; the first three concern single quantities, also within lists and tuples.
     """
 
     units: str = "lenient"
@@ -28,10 +29,14 @@ class VerifierPolicy(NamedTuple):
     currency: str = "lenient"
     """``lenient``: ``$5`` answers 5 and 5 answers ``$5``. ``required``: where the gold answer has a currency, the
     answer must have the same."""
+    calculations: str = "refused"
+    """Where the gold answer is a plain number: ``refused`` judges what a calculation was worked out to, and ``3+5`` is
+    no answer to 8; ``accepted`` takes it, as Math-Verify does. A policy that is trained by it learns to repeat the
+    question."""
 
     def problem(self) -> tuple[str, str, str] | None:
         """Name, value and accepted values of the first field that can't be; None if all can."""
-        for name, accepted in (("units", UNITS), ("percent", PERCENTS), ("currency", CURRENCIES)):
+        for name, accepted in zip(self._fields, (UNITS, PERCENTS, CURRENCIES, CALCULATIONS), strict=True):
             if getattr(self, name) not in accepted:
                 return name, getattr(self, name), " | ".join(accepted)
         return None

@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 
 from grpo_lit.errors import UserError
 from grpo_lit.rewards.algebra import TooLarge
-from grpo_lit.rewards.calculation import is_calculation, is_number
+from grpo_lit.rewards.calculation import is_number, worked_out
 from grpo_lit.rewards.compare import is_several, same_answer
 from grpo_lit.rewards.extract import final_answer, gold_answer
 from grpo_lit.rewards.leaves import ExactOracle, check_size
@@ -122,8 +122,8 @@ class VerifierPool:
 
     def same(self, first: str, second: str, *, timeout_s: float | None = None) -> bool:
         """Whether two final answers, as extracted, are equal; the notion of equality that `verify` uses."""
-        if is_calculation(first) != is_calculation(second):  # else "8" would equal "3+5", but not the other way round
-            return False
+        if is_number(normalise(first)):  # as gold, so that "8" and "3+5" differ either way round
+            first, second = second, first
         return self.verify(rf"\boxed{{{first}}}", second, timeout_s=timeout_s).correct
 
     def close(self) -> None:
@@ -171,8 +171,12 @@ def _exact_verdict(response: str, gold: str, policy: VerifierPolicy) -> tuple[Ve
     if len(text) > MAX_ANSWER_CHARS:
         return replace(verdict, kind="unparsable", reason=f"an answer of {len(text)} characters"), None
     answer = normalise(text)
-    if is_number(wanted) and (is_calculation(answer) or is_calculation(text)):
-        return replace(verdict, reason="a calculation that is not carried out"), None
+    if policy.calculations == "refused" and is_number(wanted):
+        value = worked_out(text)
+        value = value and worked_out(answer if value is text else normalise(value))
+        if value is None:
+            return replace(verdict, reason="a calculation that is not carried out"), None
+        answer = value
     try:
         same = same_answer(wanted, answer, ExactOracle(policy))
         if same is None:

@@ -20,17 +20,17 @@ def test_explains_a_verdict(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
     assert main(["verify", "--response=-", "--gold", "25%", "--policy.percent=value"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("verdict   wrong: ")
-    assert "policy    units lenient, percent value, currency lenient" in out
+    assert "policy    units lenient, percent value, currency lenient, calculations refused" in out
 
 
 def test_confusion_table_over_real_answers(shared_data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", f"--file={shared_data / 'verifier_cases.jsonl'}", "--baseline=false"]) == 0
     out = capsys.readouterr().out
-    assert "| right in the file | 317 | 0 |" in out
+    assert "| right in the file | 316 | 1 |" in out
     assert "| wrong in the file | 2 | 189 |" in out
-    assert "agreement 506 of 508 = 99.61 %" in out
-    assert "2 where grpo-lit and the file differ" in out
-    assert out.count('"gold"') == 2
+    assert "agreement 505 of 508 = 99.41 %" in out
+    assert "3 where grpo-lit and the file differ" in out
+    assert out.count('"gold"') == 3
 
 
 def test_small_file_with_the_baseline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -53,7 +53,7 @@ def test_small_file_with_the_baseline(tmp_path: Path, capsys: pytest.CaptureFixt
         (["--response=x"], "gold=None"),
         (["--response=x", "--gold=1", "--file=y"], "one of the two"),
         (["--file=nowhere.jsonl"], "file='nowhere.jsonl'"),
-        (["--response=x", "--gold=1", "--policy.units=x"], "verifier.units='x'"),
+        (["--response=x", "--gold=1", "--policy.units=x"], "policy.units='x'"),
     ],
 )
 def test_mistakes_are_named(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:

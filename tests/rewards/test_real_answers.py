@@ -28,6 +28,9 @@ KNOWN_DISAGREEMENTS = {
     ("qtli/GSM-Plus", "118000", "#### 118 000."): (
         "we are right: 118 000 is 118000 with a thin space; the upstream grader took the last number, 000"
     ),
+    ("huggingface/Math-Verify", "$10$", "Answer \\( (9+1) \\)"): (
+        "a question of policy: equal by value, but a calculation that isn't carried out; calculations=accepted agrees"
+    ),
 }
 
 
@@ -55,7 +58,7 @@ def test_verdicts_of_others_on_real_answers(shared_data: Path, pool: VerifierPoo
     ]
     assert unknown == []
     assert len(differ) == len(KNOWN_DISAGREEMENTS), "a known disagreement is gone: take it off the list"
-    assert 1 - len(differ) / len(cases) >= 0.995
+    assert 1 - len(differ) / len(cases) >= 0.994
     assert not {v.kind for v in verdicts} & {"timeout", "crashed"}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from grpo_lit.errors import UserError
-from grpo_lit.rewards import explain, final_answer, verify_math
+from grpo_lit.rewards import VerifierPolicy, VerifierPool, explain, final_answer, verify_math
 from grpo_lit.rewards.algebra import TooLarge, Undecided
 from grpo_lit.rewards.reader import read
 
@@ -381,13 +381,73 @@ def test_algebra_leaves_the_rest_undecided(text: str) -> None:
 
 @pytest.mark.parametrize(
     "response",
-    ["1+2", "1 + 2", "1+2:", "1+2.", "4-1", "0+1+2", r"\boxed{1+2}", r"\boxed{3 \times 1}", "The answer is 5-2"],
+    [
+        *("1+2", "1 + 2", "1+2:", "1+2.", "4-1", "0+1+2", r"\boxed{1+2}", r"\boxed{3 \times 1}", "The answer is 5-2"),
+        *("(1+2)", "1-(-2)", "1+2 = 2+1", "x = 1+2", "(1+2)(1)", "1+2/1", r"\frac{1+2}{1}", r"\left(1 + 2\right)"),
+        *(
+            r"\boxed{1,000-997}",
+            r"$2 + \sqrt{1}$",
+            "1+2 =",
+            "1+2 ≈",
+            "1＋2",
+            "(3)(1)",
+            "((1)+(2))",
+            r"6\div 2",
+            "1 2",
+            r"1\ 2",
+            "#### 2 1",
+        ),
+    ],
 )
 def test_echoing_the_question_is_no_answer(response: str) -> None:
     """A policy that learns to repeat "1+2" would otherwise be paid for it."""
     verdict = verify_math(response, "3")
     assert verdict.kind == "wrong"
     assert "not carried out" in verdict.reason
-    fine = {"1+2 = 3": "3", "-3": "-3", r"\boxed{6/2}": "3", r"\boxed{2^{10}}": "1024", "1+2": "1+2"}
+
+
+@pytest.mark.parametrize("sign", ["=", "≈", r"\approx", "→", r"\to", "~"])
+def test_a_calculation_is_judged_by_what_it_was_worked_out_to(sign: str) -> None:
+    """A policy learned to write "1+2 ≈ 7": what stands behind the sign was not looked at."""
+    for right in (
+        f"1+2 {sign} 3",
+        f"1 + 2{sign}3.",
+        f"x = 1+2 {sign} 3",
+        rf"\boxed{{1+2 {sign} 3}}",
+        f"(1+2) {sign} 3",
+    ):
+        assert verify_math(right, "3").correct, right
+    for wrong in (
+        f"1+2 {sign} 7",
+        f"1 + 2{sign}7.",
+        f"1+2 = 3+0 {sign} 7",
+        rf"\boxed{{1+2 {sign} 7}}",
+        f"3-0 {sign} 33",
+    ):
+        assert not verify_math(wrong, "3").correct, wrong
+
+
+def test_numbers_that_are_written_out_stay_answers() -> None:
+    fine = {"1+2 = 3": "3", "3 = 1+2": "3", "-3": "-3", r"\boxed{6/2}": "3", r"\boxed{2^{10}}": "1024", "1+2": "1+2"}
+    fine |= {r"3 \times 10^5": "300000", "3*10^{-1}": "0.3", r"2\sqrt{4}": "4", "1+2x": "2x+1", r"\sqrt{64} = 8": "8"}
+    fine |= {r"1+\sqrt{2}": r"\sqrt2+1", "3 1/2": "3.5", "16-3-4 = 9 eggs": "9", r"2 \cdot 9 = \$18": "18"}
+    fine |= {"118 000": "118000", r"11,\! 111": "11111"}
     for answer, gold in fine.items():
         assert verify_math(answer, gold).correct, answer
+
+
+def test_calculations_can_be_accepted() -> None:
+    with VerifierPool(policy=VerifierPolicy(calculations="accepted")) as pool:
+        assert pool.verify("1+2", "3").correct
+        assert not pool.verify("1+3", "3").correct
+
+
+def test_a_calculation_is_alike_to_its_kind_only() -> None:
+    """Votes and clusters compare both ways round, and "1+2" must not share a class with 3 in one of them."""
+    with VerifierPool() as pool:
+        for text in ("1+2", "1+2 ≈ 7"):
+            assert not pool.same(text, "3")
+            assert not pool.same("3", text)
+        assert pool.same("1+2", "2+1")
+        assert pool.same("x^2+1", "1+x^2")
+        assert pool.same("1+2 = 3", "3")
