@@ -19,6 +19,7 @@ from grpo_lit.fused_layers import Call, FusedLayer, LayerFunction, layer_forward
 from grpo_lit.kernels.dispatch import resolve_impl
 from grpo_lit.kernels.packed_attention import Sequences
 from grpo_lit.linear_group import Adapters, LinearGroup
+from grpo_lit.memory.plan import RECORDING_ROOM
 
 if TYPE_CHECKING:
     from grpo_lit.fused_graphs import LayerGraphs
@@ -180,7 +181,7 @@ def choose_fused(
     checkpointing: LayerCheckpointing | None,
     wanted: bool | None,
     chunk_tokens: int | None = None,
-    graphs: bool = False,
+    graphs: bool | None = False,
 ) -> FusedDecoder | None:
     """The fused decoder where it is wanted and possible.
 
@@ -189,7 +190,7 @@ def choose_fused(
         checkpointing: which layers keep their input alone for the backward.
         wanted: None for on CUDA where the model allows it.
         chunk_tokens: tokens of a chunk of the feed-forward part; None for the default.
-        graphs: record the layers as CUDA graphs (`grpo_lit.fused_graphs`) where 8 GiB are free.
+        graphs: record the layers as CUDA graphs (`grpo_lit.fused_graphs`); None where 8 GiB are free.
 
     Raises:
         UserError: it is wanted, and this model can't be run so.
@@ -204,8 +205,9 @@ def choose_fused(
         return None
     _log.info("layers run through grpo_lit.fused_layers")
     decoder = FusedDecoder(model, checkpointing, chunk_tokens or CHUNK_TOKENS)
-    if graphs and model.device.type == "cuda":
-        from grpo_lit.fused_graphs import LayerGraphs
+    if graphs is not False and model.device.type == "cuda":
+        from grpo_lit.fused_graphs import LayerGraphs, free_bytes
 
-        decoder.graphs = LayerGraphs(decoder)
+        if graphs or free_bytes(model.device) >= RECORDING_ROOM:
+            decoder.graphs = LayerGraphs(decoder, 0 if graphs else RECORDING_ROOM)
     return decoder

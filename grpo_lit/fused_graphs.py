@@ -6,15 +6,19 @@ the input of every layer, which the backward recomputes from, stays in a buffer 
 
 Shapes are part of a recording, so tokens are padded to the next of eight sizes an octave, as a sequence of their own
 that nobody reads, and the number of sequences to a multiple of four, with empty ones; also before a shape is recorded,
-so that recorded or not a pass gives the same bits. A shape is recorded when it comes the second time. All recordings
-share one pool of memory; it is given back by `release`. Where a recording fails, for want of memory above all, the
-layers run unrecorded from then on.
+so that recorded or not a pass gives the same bits.
+
+Recordings last until `release`, which the end of a step's passes calls: rollouts have their memory in between. A shape
+is recorded when it comes the second time since then, or the first time where the passes before used it three times or
+more; recording takes as long as one pass that isn't. All recordings share one pool of memory. Where one fails, for want
+of memory above all, the layers run unrecorded from then on.
 """
 
 from __future__ import annotations
 
 import gc
 import logging
+from collections import Counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -22,6 +26,7 @@ from torch import Tensor
 
 from grpo_lit.fused_layers import Call, layer_backward, layer_forward
 from grpo_lit.kernels.packed_attention import Sequences, flashes
+from grpo_lit.memory.plan import RECORDING_ROOM, padded_tokens
 from grpo_lit.oom import drop_frames, memory_limit
 
 if TYPE_CHECKING:
@@ -29,8 +34,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("grpo_lit.layers")
 
-MIN_FREE = 8 << 30
-"""Bytes that are free where layers are recorded without being asked for."""
+_PAYS = 3  # passes over a shape that make up for its recording
 
 
 class Recording(NamedTuple):
@@ -59,16 +63,6 @@ class Recording(NamedTuple):
     flat: Tensor
 
 
-def padded_tokens(tokens: int) -> int:
-    """The next of eight sizes an octave, in steps of at least 64.
-
-    >>> padded_tokens(3584), padded_tokens(3585), padded_tokens(70)
-    (3584, 3840, 128)
-    """
-    step = max(64, 1 << max(0, (tokens - 1).bit_length() - 4))
-    return -(-tokens // step) * step
-
-
 def free_bytes(device: torch.device) -> int:
     """Bytes that this process may still allocate on a CUDA device, what its allocator keeps for later included."""
     return memory_limit(device) - torch.cuda.memory_allocated(device)
@@ -84,12 +78,15 @@ class LayerGraphs:
     Attributes:
         serial: counts forward replays: a backward must know whether the layer inputs are still its own.
         pool_bytes: held by the recordings for what passes compute, beside `buffer_bytes`.
+        recorded: whether there were recordings when they were last released.
     """
 
-    def __init__(self, decoder: FusedDecoder, min_free: int = MIN_FREE) -> None:
+    def __init__(self, decoder: FusedDecoder, min_free: int = RECORDING_ROOM) -> None:
         self._decoder, self._min_free = decoder, min_free
         self._recordings: dict[tuple[int, int], Recording] = {}
-        self._seen: set[tuple[int, int]] = set()
+        self._seen: Counter[tuple[int, int]] = Counter()
+        self._earlier: Counter[tuple[int, int]] = Counter()
+        self._loaded: set[tuple[int, int]] = set()
         self._addresses: list[int] = []
         self._buffers: Tensor | None = None
         self._pool: Any = None
@@ -97,6 +94,7 @@ class LayerGraphs:
         self._flat = torch.empty(0)
         self._failed = False
         self.serial = self.pool_bytes = 0
+        self.recorded = False
 
     @property
     def buffer_bytes(self) -> int:
@@ -105,13 +103,16 @@ class LayerGraphs:
 
     def release(self) -> None:
         """Give back all recordings and their memory."""
+        held = bool(self._recordings)
         self._recordings.clear()
-        self._seen.clear()
+        if self._seen:
+            self._earlier, self._seen, self.recorded = self._seen, Counter(), held
         self._buffers, self._pool, self._grads, self._flat = None, None, [], torch.empty(0)
         self.pool_bytes = 0
         self.serial += 1
-        if torch.cuda.is_initialized():
+        if held:
             torch._C._cuda_clearCublasWorkspaces()  # of recordings, in their pool
+            torch.cuda.empty_cache()  # nobody else can use what was in that pool
 
     def applies(self, x: Tensor) -> bool:
         """Whether a pass over these embeddings (tokens, H) may be recorded, now or later.
@@ -201,10 +202,10 @@ class LayerGraphs:
         return found or None
 
     def _find(self, key: tuple[int, int], x: Tensor, cos: Tensor, parameters: list[Tensor]) -> Recording | None:
+        self._seen[key] += 1
         if key in self._recordings:
             return self._recordings[key]
-        if key not in self._seen:
-            self._seen.add(key)
+        if self._seen[key] < 2 and self._earlier[key] < _PAYS:
             return None
         if free_bytes(x.device) < self._min_free:
             return None
@@ -242,9 +243,10 @@ class LayerGraphs:
         turns = [cos.new_zeros(tokens, cos.shape[1]) for _ in range(2)]
         forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         made = Recording(forward, backward, rows[:-1], turns[0], turns[1], starts, rows[-1], self._grads, self._flat)
-        # Once as they are: kernels are compiled and loaded before the recording, which allows neither.
-        self._forward(made)
-        self._backward(made)
+        if key not in self._loaded:  # kernels are compiled and loaded before the recording, which allows neither
+            self._forward(made)
+            self._backward(made)
+            self._loaded.add(key)
         torch.cuda.synchronize(x.device)
         with torch.cuda.graph(forward, pool=self._pool, capture_error_mode="thread_local"):
             self._forward(made)

@@ -9,24 +9,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
-from grpo_lit.errors import SystemFault, UserError
+from grpo_lit.base_model import DTYPES, load_base_model, quantize_nf4
+from grpo_lit.errors import UserError
 from grpo_lit.fused_decoder import FusedDecoder, choose_fused
-from grpo_lit.gguf_files import read_once
 from grpo_lit.kernels import linear_logprobs
 from grpo_lit.lora import LoRAConfig, inject_lora, lora_dtype
 from grpo_lit.memory.checkpointing import LayerCheckpointing, tile_mlps
 from grpo_lit.memory.offload import ActivationOffload
 from grpo_lit.memory.quantized_table import quantize_tables
-from grpo_lit.model_source import ModelSource, load_model_config, resolve_model_source
-
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-_DROPOUT_FIELDS = ("attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop", "hidden_dropout", "dropout")
+from grpo_lit.model_source import ModelSource, resolve_model_source
 
 
 @dataclass
@@ -59,7 +56,7 @@ class PolicyConfig:
     fused_layers: bool | None = None
     """Run the decoder layers through grpo_lit.fused_layers (packed tokens, one autograd node a layer) when scoring
     and training; null does so on CUDA where the model is of a supported family over a frozen base."""
-    layer_graphs: bool = False
+    layer_graphs: bool | None = False
     """Record the fused layers as CUDA graphs (grpo_lit.fused_graphs) while all of them are checkpointed: fewer launches
     for a GPU that waits for them, memory of its own in return. Experimental: not yet measured on a GPU."""
     cpu_threads: int | None = None
@@ -248,11 +245,11 @@ def load_policy(
     devices = [torch.device(device)] if torch.device(device).type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)
-        model = _load_model(config, source, torch.device(device))
+        model = load_base_model(config, source, torch.device(device))
         if config.quantization == "nf4":
-            quantize_nf4(model, _DTYPES[config.dtype], torch.device(device))
+            quantize_nf4(model, DTYPES[config.dtype], torch.device(device))
         if config.head_quantization is not None:
-            quantize_tables(model, config.head_quantization, _DTYPES[config.dtype], torch.device(device))
+            quantize_tables(model, config.head_quantization, DTYPES[config.dtype], torch.device(device))
         model.to(torch.device(device))  # type: ignore[arg-type]
         if lora is not None:
             inject_lora(model, lora.rank, lora.alpha, tuple(lora.targets), dtype=lora_dtype(lora))
@@ -273,107 +270,3 @@ def _checkpointing(config: PolicyConfig, model: nn.Module) -> LayerCheckpointing
         return None
     offload = ActivationOffload() if config.activation_offload else None
     return LayerCheckpointing(model, None if wanted is True or wanted == "auto" else wanted, offload)
-
-
-def _load_model(config: PolicyConfig, source: ModelSource, device: torch.device) -> PreTrainedModel:
-    model_config = without_dropout(load_model_config(source))
-    common: dict[str, Any] = {"dtype": _DTYPES[config.dtype], "attn_implementation": config.attn_implementation}
-    if config.random_weights:
-        model_config.quantization_config = None
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(model_config, **common)
-        draw_weights(model, device, _DTYPES[config.dtype] if config.quantization == "nf4" else None)
-        return model
-    try:
-        with read_once(source.gguf_file):
-            model = AutoModelForCausalLM.from_pretrained(
-                source.location, config=model_config, **source.kwargs, **common
-            )
-    except torch.OutOfMemoryError as error:
-        raise SystemFault(f"model.policy.path={source.spec!r}: does not fit into memory ({error})") from error
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise UserError("model.policy.path", source.spec, f"a causal language model ({one_line(error)})") from error
-    if source.gguf_file:
-        # The tensors are plain floating point by now; these marks would make transformers refuse to save the model.
-        del model.config.quantization_config
-        for mark in ("hf_quantizer", "quantization_method", "is_quantized"):
-            vars(model).pop(mark, None)
-    return model
-
-
-def draw_weights(model: PreTrainedModel, device: torch.device, nf4: torch.dtype | None = None) -> None:
-    """Give a model on the meta device its initial random weights, one module at a time, on ``device``.
-
-    Args:
-        model: a transformers model on the meta device.
-        device: where the weights are drawn and stay.
-        nf4: quantize each linear layer but the output layer as soon as it is drawn, with this compute dtype, so that
-            the floating-point weights never exist together; None leaves them as they are.
-    """
-    head = model.get_output_embeddings()
-    for name in [name for name, _ in model.named_modules()]:  # no list of modules: it would keep what is replaced
-        module = model.get_submodule(name)
-        module.to_empty(device=device, recurse=False)
-        model._initialize_weights(module)
-        if nf4 is not None and type(module) is nn.Linear and module is not head:
-            _quantize_layer(model, name, module, nf4, device)
-    model.tie_weights()
-    model.eval()
-
-
-def without_dropout(config: PretrainedConfig) -> PretrainedConfig:
-    """Set every dropout rate of a model configuration to 0.
-
-    The importance ratio compares two passes over the same tokens; dropout would make it noise.
-    """
-    for name in _DROPOUT_FIELDS:
-        if isinstance(getattr(config, name, None), float):
-            setattr(config, name, 0.0)
-    return config
-
-
-def quantize_nf4(model: nn.Module, compute_dtype: torch.dtype, device: torch.device) -> int:
-    """Hold every linear layer but the output layer in NF4 with double quantization (QLoRA, 2305.14314), in place.
-
-    Embedding and output layer stay as they are: their rows are looked up or scored one by one, and 4 bits there
-    cost accuracy on every token.
-
-    Args:
-        model: a transformers causal language model on the CPU.
-        compute_dtype: dtype the 4-bit blocks are dequantized to.
-        device: where the quantization happens and the layer stays.
-
-    Returns:
-        The number of quantized layers.
-
-    Raises:
-        SystemFault: bitsandbytes is not installed or does not support the device.
-    """
-    head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
-    linear = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    layers = [(name, module) for name, module in linear if type(module) is nn.Linear and module is not head]
-    if len(linear) <= (head is not None):
-        raise UserError("model.policy.quantization", "nf4", "null: this model has no nn.Linear layers to quantize")
-    count = len(layers)
-    del linear
-    while layers:  # popped, so that the floating-point weight goes when its layer is done
-        _quantize_layer(model, *layers.pop(), compute_dtype, device)
-    return count
-
-
-def _quantize_layer(
-    model: nn.Module, name: str, layer: nn.Linear, compute_dtype: torch.dtype, device: torch.device
-) -> None:
-    try:
-        from grpo_lit.frozen4bit import FrozenLinear4bit
-    except ImportError as error:
-        raise SystemFault("model.policy.quantization=nf4 needs bitsandbytes: pip install bitsandbytes") from error
-    parent_name, _, child = name.rpartition(".")
-    quantized = FrozenLinear4bit.from_linear(layer, compute_dtype, device)
-    setattr(model.get_submodule(parent_name) if parent_name else model, child, quantized)
-
-
-def one_line(error: BaseException, limit: int = 200) -> str:
-    """An exception's text on one line, cut to a readable length."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= limit else text[: limit - 3] + "..."

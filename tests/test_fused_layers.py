@@ -20,13 +20,14 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from grpo_lit.base_model import quantize_nf4
 from grpo_lit.errors import UserError
 from grpo_lit.fused_decoder import FusedDecoder, choose_fused, unsupported
 from grpo_lit.lora import LoRAConfig, adapters_off, inject_lora
 from grpo_lit.memory.checkpointing import LayerCheckpointing
 from grpo_lit.memory.offload import ActivationOffload
 from grpo_lit.model_source import ModelSource
-from grpo_lit.policy import Policy, PolicyConfig, load_policy, quantize_nf4
+from grpo_lit.policy import Policy, PolicyConfig, load_policy
 from grpo_lit.rollout.base import left_pad
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")

@@ -8,6 +8,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
+from grpo_lit.base_model import quantize_nf4
 from grpo_lit.errors import UserError
 from grpo_lit.kernels import lora_linear
 from grpo_lit.lora import (
@@ -20,7 +21,6 @@ from grpo_lit.lora import (
     merge_lora,
     save_adapter,
 )
-from grpo_lit.policy import quantize_nf4
 
 
 def randomize(model: nn.Module, seed: int = 1) -> None:

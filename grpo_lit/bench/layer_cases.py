@@ -96,10 +96,10 @@ def decoder_case(rows: int, tokens: int, width: int, device: torch.device, *, he
     """
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
+    from grpo_lit.base_model import quantize_nf4
     from grpo_lit.fused_decoder import FusedDecoder
     from grpo_lit.lora import inject_lora
     from grpo_lit.memory.checkpointing import LayerCheckpointing
-    from grpo_lit.policy import quantize_nf4
 
     torch.manual_seed(0)
     kv_heads = max(1, heads // 6)
