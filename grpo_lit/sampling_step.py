@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from grpo_lit.datamodules.loader import PromptBatch
 from grpo_lit.datamodules.vigor import UniformAllocator, VigorAllocator
 from grpo_lit.loss import length_penalty, soft_overlong_penalty
+from grpo_lit.prompt_queue import JudgedRows, PromptQueue, generate_from_queue
 from grpo_lit.prompts import prefilled_tail
 from grpo_lit.rewards import VERDICT_KINDS, RewardOutput, compute_rewards, latency_histogram
 from grpo_lit.rollout import Rollout, RolloutConfig, row_keys
@@ -61,32 +60,46 @@ def sample_rows(module: GRPOModule, batch: PromptBatch) -> StepRows:
     rounds: list[tuple[Rollout, list[int], _Judged]] = []
     while (counts := allocator.next_counts()) is not None:
         wanted = [int(count) for count in counts]
-        first = _first_of_rank(config, world.rank, world.size, drawn, wanted)
-        numbers = [list(indices) for indices in first]
+        if takes_from_queue(module):
+            wanted_here = [range(start, start + count) for start, count in zip(drawn, wanted, strict=True)]
+        else:
+            wanted_here = _first_of_rank(config, world.rank, world.size, drawn, wanted)
         with module.phase("rollout"):
-            keys = row_keys(
-                module.seed,
-                module.rollout_step,
-                [batch.indices[p] for p, indices in enumerate(numbers) for _ in indices],
-                [index for indices in numbers for index in indices],
-            )
-            rollout = module.phase.attempt(partial(_generate, module, batch, [len(i) for i in numbers], keys))
+            rollout, numbers = module.phase.attempt(partial(_generate, module, batch, wanted_here))
             module.engine.release()
         judged = _judge_round(module, batch, rollout)
-        rounds.append((rollout, [index for indices in numbers for index in indices], judged))
+        rounds.append((rollout, numbers, judged))
         _tell(allocator, world.gather((rollout.group_ids.tolist(), judged.output.rewards.tolist())))
         drawn = [before + count for before, count in zip(drawn, wanted, strict=True)]
     return _assemble(module, batch, rounds)
 
 
-def _generate(module: GRPOModule, batch: PromptBatch, counts: Sequence[int], keys: NDArray[np.uint64]) -> Rollout:
-    module.phase.hold(min(module.engine.batch_size or len(keys), len(keys)), 0)
+def takes_from_queue(module: GRPOModule) -> bool:
+    """Whether ranks share one queue of prompts; an engine that cannot (vLLM) samples whole groups per rank."""
+    return module.rollout_config.layout == "queue" and module.world.size > 1 and hasattr(module.engine, "claim")
+
+
+def _generate(module: GRPOModule, batch: PromptBatch, wanted: Sequence[Sequence[int]]) -> tuple[Rollout, list[int]]:
+    """Rows of the wanted completion numbers of each prompt, and the number of each; from a queue, this rank's part."""
+    engine, numbers = module.engine, [index for indices in wanted for index in indices]
+    indices = [batch.indices[prompt] for prompt, of_prompt in enumerate(wanted) for _ in of_prompt]
+    keys = row_keys(module.seed, module.rollout_step, indices, numbers)
+    shared = takes_from_queue(module)
+    share = -(-len(keys) // module.world.size) if shared else len(keys)
+    module.phase.hold(min(engine.batch_size or share, share), 0)
 
     def progress(rows_done: int, num_tokens: int) -> None:
         for listener in module.phase.listeners:
             listener.on_rollout_progress(module.trainer, module, rows_done, len(keys), num_tokens)
 
-    return module.engine.generate(batch.prompt_ids, counts, keys, module.rollout_config.sampling, progress)
+    counts, sampling = [len(of_prompt) for of_prompt in wanted], module.rollout_config.sampling
+    if not shared:
+        return engine.generate(batch.prompt_ids, counts, keys, sampling, progress), numbers
+    queue = PromptQueue([prompt for prompt, count in enumerate(counts) if count])
+    rollout, own = generate_from_queue(
+        engine, queue, share, lambda: engine.generate(batch.prompt_ids, counts, keys, sampling, progress)
+    )
+    return rollout, [numbers[row] for row in own]
 
 
 def _first_of_rank(
@@ -152,30 +165,32 @@ def judge(
 
 
 def _assemble(module: GRPOModule, batch: PromptBatch, rounds: list[tuple[Rollout, list[int], _Judged]]) -> StepRows:
-    joined = Rollout.concat([rollout for rollout, _, _ in rounds])
-    numbers = [number for _, round_numbers, _ in rounds for number in round_numbers]
-    groups = joined.group_ids.tolist()
-    order = sorted(range(len(numbers)), key=lambda row: (groups[row], numbers[row]))
-    rows = torch.tensor(order, dtype=torch.long, device=joined.group_ids.device)
-    rollout = joined.select(rows) if order else joined
-    raw = torch.cat([judged.output.rewards for _, _, judged in rounds])[order]
-    rewards = shape_rewards(module, raw, rollout)
-    per_function = {
-        name: torch.cat([judged.output.per_function[name] for _, _, judged in rounds])[order]
-        for name in rounds[0][2].output.per_function
-    }
-    completions = [text for _, _, judged in rounds for text in judged.completions]
-    everyone = module.world.gather_rows(rewards, rollout.group_ids, rollout.lengths, rollout.truncated)
+    rows = JudgedRows(
+        Rollout.concat([rollout for rollout, _, _ in rounds]),
+        [number for _, numbers, _ in rounds for number in numbers],
+        [text for _, _, judged in rounds for text in judged.completions],
+        torch.cat([judged.output.rewards for _, _, judged in rounds]),
+        {
+            name: torch.cat([judged.output.per_function[name] for _, _, judged in rounds])
+            for name in rounds[0][2].output.per_function
+        },
+    )
+    if module.rollout_config.layout == "queue" and module.world.size > 1:
+        rows = rows.dealt(module.world)
+    rows = rows.in_order()
+    rewards = shape_rewards(module, rows.rewards, rows.rollout)
+    groups = rows.rollout.group_ids.tolist()
+    everyone = module.world.gather_rows(rewards, rows.rollout.group_ids, rows.rollout.lengths, rows.rollout.truncated)
     return StepRows(
-        rollout=rollout,
-        prompts=[batch.prompts[groups[row]] for row in order],
-        completions=[completions[row] for row in order],
-        prompt_indices=[batch.indices[groups[row]] for row in order],
-        completion_indices=[numbers[row] for row in order],
+        rollout=rows.rollout,
+        prompts=[batch.prompts[group] for group in groups],
+        completions=rows.completions,
+        prompt_indices=[batch.indices[group] for group in groups],
+        completion_indices=rows.numbers,
         rewards=rewards,
-        per_function=per_function,
+        per_function=rows.per_function,
         everyone=everyone,
-        reward_metrics=_reward_metrics(module, per_function, [judged.output for _, _, judged in rounds]),
+        reward_metrics=_reward_metrics(module, rows.per_function, [judged.output for _, _, judged in rounds]),
     )
 
 

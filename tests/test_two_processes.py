@@ -60,6 +60,13 @@ TWO = ("--trainer.devices=2", "--trainer.strategy=ddp")
 CASES = {
     "groups": ["--model.loss.reduction=sequence_mean"],
     "split": ["--model.rollout.layout=split", "--model.loss.reduction=token_mean", "--model.loss.beta=0.05"],
+    "queue": [
+        "--model.rollout.layout=queue",
+        "--model.rollout.batch_size=4",
+        "--model.rollout.engine=graph",
+        "--model.loss.reduction=alpha",
+        "--model.loss.alpha=0.5",
+    ],
     "vigor": ["--model.rollout.allocator=vigor", "--model.loss.reduction=fixed_length", "--model.ppo_passes=2"],
 }
 

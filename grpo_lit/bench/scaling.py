@@ -3,6 +3,9 @@
 Weak scaling keeps the rows of a device, strong scaling those of the step; both are measured as completion tokens a
 second of the whole step. Beside it stand the seconds a step spends in the all-reduce of the gradients, and the longest
 time that a rank waits after its rollout for the slowest one.
+
+With ``--ragged MEAN`` completions end at random, and one run on the largest number of devices takes the layouts of
+`grpo_lit.rollout.RolloutConfig` in turn: how long ranks wait with fixed shares and with one queue of prompts.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from pathlib import Path
 
 import torch
 
+from grpo_lit.bench import ragged
 from grpo_lit.bench.shapes import SHAPES, write_model_folder
 from grpo_lit.errors import OneLineParser, SystemFault, UserError
 
@@ -57,6 +61,8 @@ def main(argv: Sequence[str]) -> int:
     rows: list[dict[str, object]] = []
     with tempfile.TemporaryDirectory() as scratch:
         folder = write_model_folder(options.shape, Path(scratch) / "model")
+        if options.ragged is not None:
+            return _ragged(options, accelerator, folder, Path(scratch), counts[-1])
         base = _fit(options, accelerator, folder, Path(scratch), 1, options.prompts)
         for scaling in ("weak", "strong"):
             for devices in counts:
@@ -69,12 +75,40 @@ def main(argv: Sequence[str]) -> int:
                     measured = _fit(options, accelerator, folder, Path(scratch), devices, prompts)
                 rows.append(_row(scaling, measured, base))
                 print(_line(rows[-1]), flush=True)
-    if options.csv:
-        with open(options.csv, "w", newline="") as file:
-            writer = csv.DictWriter(file, FIELDS)
+    _write_csv(options.csv, FIELDS, rows)
+    return 0
+
+
+def _ragged(options: argparse.Namespace, accelerator: str, folder: Path, scratch: Path, devices: int) -> int:
+    """The waiting of each layout, in one run whose steps take the layouts in turn."""
+    layouts = list(options.layouts)
+    extra = [
+        "--trainer.callbacks+=grpo_lit.bench.ragged.RaggedLengths",
+        f"--trainer.callbacks.mean_length={options.ragged}",
+        f"--trainer.callbacks.layouts={json.dumps(layouts)}",
+        f"--model.rollout.batch_size={options.rows_in_flight or 'null'}",
+    ]
+    steps = (options.steps + 1) * len(layouts)
+    root = _run(options, accelerator, folder, scratch, devices, options.prompts * devices, steps, extra)
+    found = ragged.read_waits(root / "metrics.jsonl", layouts, warm_up=1)
+    in_flight = options.rows_in_flight or "all"
+    print(f"{devices} device(s), lengths geometric with mean {options.ragged}, {in_flight} rows of a rank in flight")
+    for one in found:
+        print(
+            f"{one.layout:<7} {one.tokens:>8.0f} tokens, {one.step_s:>7.3f} s a step, rollout {one.rollout_s:.3f} s; "
+            f"longest wait after the rollout {one.rollout_wait_s:.3f} s, after the passes {one.train_wait_s:.3f} s: "
+            f"{one.waited_share:.1%} of the step"
+        )
+    _write_csv(options.csv, ragged.FIELDS, [one.row() for one in found])
+    return 0
+
+
+def _write_csv(path: str | None, fields: Sequence[str], rows: Sequence[dict[str, object]]) -> None:
+    if path:
+        with open(path, "w", newline="") as file:
+            writer = csv.DictWriter(file, fields)
             writer.writeheader()
             writer.writerows(rows)
-    return 0
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -86,7 +120,16 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=768, help="tokens of each completion")
     parser.add_argument("--micro_batch_size", type=int, default=4)
     parser.add_argument("--layout", choices=["groups", "split"], default="groups")
-    parser.add_argument("--steps", type=int, default=3, help="steps timed, after one that is not")
+    parser.add_argument("--steps", type=int, default=3, help="steps timed (of each layout), after one that is not")
+    parser.add_argument("--ragged", type=int, default=None, help="mean length of completions that end at random")
+    parser.add_argument(
+        "--layouts",
+        nargs="+",
+        choices=["groups", "split", "queue"],
+        default=["groups", "split", "queue"],
+        help="compared with --ragged",
+    )
+    parser.add_argument("--rows_in_flight", type=int, default=None, help="with --ragged: of a rank; all by default")
     parser.add_argument(
         "--cpu", action="store_true", help="processes on the CPU, in fp32: the same path, not its speed"
     )
@@ -95,14 +138,27 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     for name in ("prompts", "group_size", "tokens", "micro_batch_size", "steps"):
         if getattr(options, name) < 1:
             raise UserError(f"--{name}", getattr(options, name), "at least 1")
+    for name in ("ragged", "rows_in_flight"):
+        if getattr(options, name) is not None and getattr(options, name) < 1:
+            raise UserError(f"--{name}", getattr(options, name), "at least 1")
+    if options.rows_in_flight is not None and options.ragged is None:
+        raise UserError("--rows_in_flight", options.rows_in_flight, "with --ragged")
     if min(options.devices) < 1:
         raise UserError("--devices", options.devices, "at least 1")
     return options
 
 
-def _fit(
-    options: argparse.Namespace, accelerator: str, folder: Path, scratch: Path, devices: int, prompts: int
-) -> Measured:
+def _run(
+    options: argparse.Namespace,
+    accelerator: str,
+    folder: Path,
+    scratch: Path,
+    devices: int,
+    prompts: int,
+    steps: int,
+    extra: Sequence[str] = (),
+) -> Path:
+    """One `grpo-lit fit`; returns its folder."""
     root = scratch / f"{devices}x{prompts}"
     on_gpu = accelerator == "gpu"
     arguments = [
@@ -125,15 +181,23 @@ def _fit(
         f"--trainer.accelerator={accelerator}",
         f"--trainer.devices={devices}",
         *(["--trainer.strategy=ddp"] if devices > 1 else []),
-        f"--trainer.max_steps={options.steps + 1}",
+        f"--trainer.max_steps={steps}",
         f"--trainer.default_root_dir={root}",
         "--trainer.logger=false",
         "--trainer.enable_progress_bar=false",
-        f"--checkpoint.every_n_rollout_steps={options.steps + 1}",
+        f"--checkpoint.every_n_rollout_steps={steps}",
+        *extra,
     ]
     done = subprocess.run([sys.executable, "-m", "grpo_lit", "fit", *arguments], capture_output=True, text=True)
     if done.returncode:
         raise SystemFault(f"{devices} device(s), {prompts} prompts: {' '.join(done.stderr.split())[-600:]}")
+    return root
+
+
+def _fit(
+    options: argparse.Namespace, accelerator: str, folder: Path, scratch: Path, devices: int, prompts: int
+) -> Measured:
+    root = _run(options, accelerator, folder, scratch, devices, prompts, options.steps + 1)
     lines = [json.loads(line) for line in (root / "metrics.jsonl").read_text().splitlines()]
     timed = [line for line in lines if "perf/step_s" in line][-options.steps :]
 

@@ -15,11 +15,13 @@ ONE_TOKEN_ANSWERS = {
 }
 
 
-def one_token_rows(count: int = 8) -> list[dict[str, str]]:
-    """The first `count` prompts with their answers, leading space included.
+def one_token_rows(count: int = 8, start: int = 0) -> list[dict[str, str]]:
+    """Of the prompts those from number `start`, at most `count`, with their answers, leading space included.
 
     >>> one_token_rows(1)
     [{'question': 'The capital of France is', 'answer': ' Paris'}]
+    >>> [row["answer"] for row in one_token_rows(2, start=4)]
+    [' January', ' Jupiter']
     """
-    pairs = list(ONE_TOKEN_ANSWERS.items())[:count]
+    pairs = list(ONE_TOKEN_ANSWERS.items())[start : start + count]
     return [{"question": question, "answer": answer} for question, answer in pairs]

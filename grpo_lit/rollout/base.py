@@ -17,6 +17,8 @@ from grpo_lit.rollout.vllm_config import VLLMConfig
 
 Progress = Callable[[int, int], None]
 """Called with (rows finished, tokens sampled so far)."""
+Claim = Callable[[], int | None]
+"""Gives the position of the next prompt to take, None when there is no more; see `RolloutConfig.layout`."""
 
 
 @dataclass
@@ -87,8 +89,10 @@ class RolloutConfig:
     refill_rounds: int = 0
     """Dynamic sampling (DAPO): up to so many times in a step, prompts whose groups are flat are replaced by further
     prompts of the epoch; 0 is off."""
-    layout: Literal["groups", "split"] = "groups"
-    """With several ranks: whole groups per rank, or every group split over all ranks."""
+    layout: Literal["groups", "split", "queue"] = "groups"
+    """With several ranks. groups: whole groups per rank. split: every group over all ranks. queue: ranks take prompts
+    from one queue as their rows end, which needs batch_size, and then the rows are dealt out longest first, so that
+    every rank trains on as many tokens; which rank sampled a row does not show in the result."""
 
     def __post_init__(self) -> None:
         if self.group_size < 2:

@@ -8,7 +8,7 @@ a row draws depends on any of this.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -61,6 +61,8 @@ class Flight:
         check_every: steps between two looks at the status.
         depth: status copies that may be on their way while more steps are queued.
         progress: told about finished rows and sampled tokens.
+        claim: gives the next prompt to take, None after the last; rows of prompts that it never gave stay empty. None
+            takes all prompts.
     """
 
     def __init__(
@@ -75,13 +77,16 @@ class Flight:
         check_every: int = 8,
         depth: int = 1,
         progress: Progress | None = None,
+        claim: Callable[[], int | None] | None = None,
     ) -> None:
         self._policy, self._buffers, self._runner, self._prompts = policy, buffers, runner, prompts
         self._stop, self._check_every, self._depth, self._progress = stop, check_every, depth, progress
         self._pool = PagePool(buffers.plan.num_pages)
         self._groups = [GroupPages(len(prompt), n, n) for prompt, n in zip(prompts, counts, strict=True)]
         self.rows = [_Row(group) for group, count in enumerate(counts) for _ in range(count)]
-        self._waiting = deque(range(len(self.rows)))
+        self._claim, self._more = claim, claim is not None
+        self._taken = [] if self._more else list(range(len(self.rows)))
+        self._waiting = deque(self._taken)
         self._slots: list[int | None] = []
         self._pending: deque[_Snapshot] = deque()
         self.num_steps = 0
@@ -92,8 +97,10 @@ class Flight:
             inside = [self._stop.thinking(prompt) for prompt in self._prompts]
             for row in self.rows:
                 row.thinking = inside[row.group]
-        while not all(row.done for row in self.rows):
+        while True:
             self._admit()
+            if all(self.rows[index].done for index in self._taken):
+                return
             issued = self._issue()
             assert issued or self._pending, "a row that was given all its steps has ended"
             while len(self._pending) > (self._depth if issued else 0):
@@ -107,12 +114,18 @@ class Flight:
         plan = self._buffers.plan
         free = [slot for slot, row in enumerate(self._slots) if row is None]
         free += range(len(self._slots), plan.num_slots)
+        while self._claim is not None and self._more and len(self._waiting) < len(free):
+            group = self._claim()
+            self._more = group is not None
+            rows = [index for index, row in enumerate(self.rows) if row.group == group]
+            self._taken += rows
+            self._waiting += rows
         chosen = [(slot, self._waiting.popleft()) for slot in free[: len(self._waiting)]]
         if not chosen:
             return
         self._slots += [None] * (max(slot for slot, _ in chosen) + 1 - len(self._slots))
         wanted = dict.fromkeys(self.rows[index].group for _, index in chosen)
-        if plan.prefill_all:
+        if plan.prefill_all and self._claim is None:
             wanted = dict.fromkeys(number for number, group in enumerate(self._groups) if group.not_done)
         fresh = [group for group in wanted if not self._groups[group].ready]
         prefill(
@@ -173,7 +186,7 @@ class Flight:
     def _compact(self) -> None:
         """Move running rows to the front once they fit a smaller bucket; nothing to do while rows wait."""
         kept = [slot for slot, row in enumerate(self._slots) if row is not None]
-        if self._waiting or not kept or self._bucket(len(kept)) >= self._bucket(len(self._slots)):
+        if self._waiting or self._more or not kept or self._bucket(len(kept)) >= self._bucket(len(self._slots)):
             return
         if not self._runner.is_ready(self._bucket(len(kept))) and self._max_steps_left() < _WORTH_RECORDING:
             return

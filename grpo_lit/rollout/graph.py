@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo_lit.errors import UserError
 from grpo_lit.policy import Policy
-from grpo_lit.rollout.base import Progress, Rollout, SamplingConfig, left_pad
+from grpo_lit.rollout.base import Claim, Progress, Rollout, SamplingConfig, left_pad
 from grpo_lit.rollout.decode import DecodeStep, rotary_tables
 from grpo_lit.rollout.flight import Flight
 from grpo_lit.rollout.graph_runner import DecodeBuffers, GraphRunner
@@ -62,6 +62,7 @@ class GraphEngine:
         self.policy = policy
         self.tokenizer = tokenizer
         self.batch_size: int | None = batch_size
+        self.claim: Claim | None = None
         self.check_every = check_every
         self.depth = 1 if on_cuda else 0
         self.use_graphs = on_cuda if use_graphs is None else use_graphs
@@ -165,6 +166,7 @@ class GraphEngine:
             check_every=self.check_every or (min(8, max(1, plan.max_new_tokens // 16)) if self._on_cuda else 1),
             depth=self.depth,
             progress=progress,
+            claim=self.claim,
         )
         flight.run()
         return self._assemble(prompts, flight, buffers), flight.num_steps
@@ -210,7 +212,7 @@ class GraphEngine:
         prompt_ids, prompt_mask = left_pad([prompts[group] for group in groups], self.pad_token_id)
         lengths = torch.tensor([row.length for row in flight.rows], dtype=torch.long, device=device)
         stopped = torch.tensor([row.stopped for row in flight.rows], dtype=torch.bool, device=device)
-        width = max((row.length for row in flight.rows), default=1)
+        width = max([1, *(row.length for row in flight.rows)])
         mask = torch.arange(width, device=device) < lengths.unsqueeze(-1)  # (N, T)
         ids: Tensor = buffers.state.out_ids[: len(groups), :width].masked_fill(~mask, self.pad_token_id)
         last = ids.gather(1, (lengths - 1).clamp_min(0).unsqueeze(-1)).squeeze(-1)

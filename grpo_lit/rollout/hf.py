@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from grpo_lit.policy import Policy
-from grpo_lit.rollout.base import Progress, Rollout, SamplingConfig, completion_mask_of, left_pad
+from grpo_lit.rollout.base import Claim, Progress, Rollout, SamplingConfig, completion_mask_of, left_pad
 from grpo_lit.rollout.model_reader import weight_bytes
 from grpo_lit.rollout.sampling import SeededSampler, uniforms
 from grpo_lit.rollout.stats import RolloutStats, copy_bandwidth
@@ -45,6 +45,7 @@ class HFEngine:
         self.tokenizer = tokenizer
         self.stats = RolloutStats(weight_bytes=weight_bytes(policy))
         self.batch_size: int | None = batch_size
+        self.claim: Claim | None = None
         self.eos_token_ids = eos_token_ids(policy, tokenizer)
         self.pad_token_id = int(tokenizer.pad_token_id)  # type: ignore[arg-type]
 
@@ -62,16 +63,16 @@ class HFEngine:
             self.stats.bandwidth = copy_bandwidth(self.policy.device)
         groups = [group for group, count in enumerate(counts) for _ in range(count)]
         size = self.batch_size or max(len(groups), 1)
-        parts: list[_Rows] = []
-        num_tokens = 0
-        for start in range(0, len(groups), size):
-            chunk = slice(start, start + size)
-            parts.append(self._generate_rows([prompts[group] for group in groups[chunk]], keys[chunk], sampling))
+        parts: list[tuple[list[int], _Rows]] = []
+        num_rows = num_tokens = 0
+        for chunk in self._chunks(groups, size):
+            part = self._generate_rows([prompts[groups[row]] for row in chunk], keys[chunk], sampling)
+            parts.append((chunk, part))
             if progress is not None:
-                num_tokens += parts[-1][0].numel()
-                progress(min(start + size, len(groups)), num_tokens)
+                num_rows, num_tokens = num_rows + len(chunk), num_tokens + part[0].numel()
+                progress(num_rows, num_tokens)
         rollout = self._assemble(prompts, groups, parts)
-        self.stats.num_steps += sum(ids.shape[1] for ids, _, _ in parts)
+        self.stats.num_steps += sum(ids.shape[1] for _, (ids, _, _) in parts)
         self.stats.num_tokens += int(rollout.completion_mask.sum())
         self.stats.seconds += time.perf_counter() - begin
         return rollout
@@ -88,6 +89,20 @@ class HFEngine:
     def step_metrics(self) -> dict[str, float]:
         """Achieved share of the weight-read limit since the last call, see `RolloutStats.bandwidth_share`."""
         return self.stats.take_metrics()
+
+    def _chunks(self, groups: Sequence[int], size: int) -> Iterator[list[int]]:
+        """Rows to generate together, at most `size`: all of them, or those of the prompts that are claimed."""
+        waiting = list(range(len(groups))) if self.claim is None else []
+        more = self.claim is not None
+        while True:
+            while self.claim is not None and more and len(waiting) < size:
+                claimed = self.claim()
+                more = claimed is not None
+                waiting += [row for row, group in enumerate(groups) if group == claimed]
+            if not waiting:
+                return
+            yield waiting[:size]
+            waiting = waiting[size:]
 
     def _generate_rows(
         self, rows: Sequence[Sequence[int]], keys: NDArray[np.uint64], sampling: SamplingConfig
@@ -120,26 +135,26 @@ class HFEngine:
         lengths: list[int | None] = [None] * len(rows) if stop is None else stop.lengths
         return sequences[:, prompt_ids.shape[1] :], torch.stack(sampler.logprobs, dim=1), lengths
 
-    def _assemble(self, prompts: Sequence[Sequence[int]], groups: list[int], parts: list[_Rows]) -> Rollout:
+    def _assemble(
+        self, prompts: Sequence[Sequence[int]], groups: list[int], parts: Sequence[tuple[list[int], _Rows]]
+    ) -> Rollout:
         device = self.policy.device
         prompt_ids, prompt_mask = left_pad([prompts[group] for group in groups], self.pad_token_id)
-        width = max((ids.shape[1] for ids, _, _ in parts), default=1)
+        width = max((ids.shape[1] for _, (ids, _, _) in parts), default=1)
         completion_ids = torch.full((len(groups), width), self.pad_token_id, dtype=torch.long, device=device)
         completion_mask = torch.zeros((len(groups), width), dtype=torch.bool, device=device)
         logprobs = torch.zeros((len(groups), width), dtype=torch.float32, device=device)
         truncated = torch.zeros(len(groups), dtype=torch.bool, device=device)
-        start = 0
-        for ids, part_logprobs, stopped in parts:
-            rows, columns = slice(start, start + ids.shape[0]), slice(0, ids.shape[1])
+        for chunk, (ids, part_logprobs, stopped) in parts:
+            rows, columns = torch.tensor(chunk, device=device), slice(0, ids.shape[1])
             mask, truncated[rows] = completion_mask_of(ids, self.eos_token_ids)
             for row, length in enumerate(stopped):
                 if length is not None and int(mask[row].sum()) >= length:
                     mask[row, length:] = False
-                    truncated[start + row] = False
+                    truncated[chunk[row]] = False
             completion_mask[rows, columns] = mask
             completion_ids[rows, columns] = ids.masked_fill(~mask, self.pad_token_id)
             logprobs[rows, columns] = part_logprobs.masked_fill(~mask, 0.0)
-            start += ids.shape[0]
         return Rollout(
             prompt_ids.to(device),
             prompt_mask.to(device),

@@ -1,0 +1,100 @@
+"""Completions that end at random, and a layout for every step: how long ranks wait for the slowest one."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from typing_extensions import override
+
+FIELDS = ("layout", "steps", "tokens", "step_s", "rollout_s", "rollout_wait_s", "train_wait_s", "waited_share")
+
+
+class RaggedLengths(Callback):
+    """Lets a model with nothing learnt end its completions, and takes the layouts in turn, a rollout step each.
+
+    With random weights every token is about as likely as any other, so with V / mean of V tokens taken for an EOS the
+    lengths are geometric with that mean, cut at the limit.
+
+    Args:
+        mean_length: tokens.
+        layouts: values of model.rollout.layout.
+    """
+
+    def __init__(self, mean_length: int, layouts: list[str]) -> None:
+        self.mean_length, self.layouts = mean_length, layouts
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Set both for the step that begins."""
+        module = cast(Any, pl_module)
+        vocabulary = module.live_policy.model.get_input_embeddings().weight.shape[0]
+        module.engine.eos_token_ids = list(range(max(1, round(vocabulary / self.mean_length))))
+        module.rollout_config.layout = self.layouts[module.rollout_step % len(self.layouts)]
+
+
+@dataclass(frozen=True)
+class Waited:
+    """Means over the steps of one layout."""
+
+    layout: str
+    steps: int
+    tokens: float
+    """Completion tokens of a step."""
+    step_s: float
+    rollout_s: float
+    """The slowest rank's."""
+    rollout_wait_s: float
+    """The longest time that a rank stood still after its rollout."""
+    train_wait_s: float
+    """The longest time that a rank stood still after its forward and backward passes."""
+
+    @property
+    def waited_share(self) -> float:
+        """Of the step, by the rank that waited longest."""
+        return (self.rollout_wait_s + self.train_wait_s) / self.step_s
+
+    def row(self) -> dict[str, object]:
+        """Rounded, by `FIELDS`."""
+        return {name: _rounded(getattr(self, name)) for name in FIELDS}
+
+
+def _rounded(value: object) -> object:
+    return round(value, 4) if isinstance(value, float) else value
+
+
+def read_waits(metrics: Path, layouts: Sequence[str], warm_up: int) -> list[Waited]:
+    """Sort the steps of a run by layout.
+
+    Args:
+        metrics: metrics.jsonl of a run with `RaggedLengths`.
+        layouts: as given to it.
+        warm_up: steps of each layout that do not count.
+    """
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    steps = [line for line in lines if "perf/step_s" in line]
+    found = []
+    for place, layout in enumerate(layouts):
+        timed = steps[place :: len(layouts)][warm_up:]
+
+        def mean(keys: Iterable[str], timed: list[dict[str, float]] = timed) -> float:
+            return statistics.fmean(sum(line.get(key, 0.0) for key in keys) for line in timed)
+
+        found.append(
+            Waited(
+                layout,
+                len(timed),
+                statistics.fmean(line["perf/tokens_per_sec"] * line["perf/step_s"] for line in timed),
+                mean(["perf/step_s"]),
+                mean(["perf/rollout_s"]),
+                mean(["perf/rank_wait_rollout_s"]),
+                # the ranks meet after the backward passes; the all-reduce that follows waits for nobody
+                mean(["perf/rank_wait_train_s"]),
+            )
+        )
+    return found

@@ -1,0 +1,94 @@
+"""One queue of prompts for all ranks: each prompt once, the rows of a share are those of the whole, equal loads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from grpo_lit.lora import LoRAConfig
+from grpo_lit.model_source import resolve_model_source
+from grpo_lit.policy import PolicyConfig, load_policy
+from grpo_lit.prompt_queue import PromptQueue, deal_longest_first, generate_from_queue
+from grpo_lit.prompts import load_tokenizer
+from grpo_lit.rollout import HFEngine, Rollout, RolloutEngine, SamplingConfig, row_keys
+from grpo_lit.rollout.graph import GraphEngine
+
+PROMPTS = [[5, 6, 7, 8], [9, 10], [11, 12, 13], [14, 15, 16, 17, 18], [19, 20]]
+COUNTS = [3, 0, 2, 4, 1]
+SAMPLING = SamplingConfig(max_completion_length=24)
+
+
+@pytest.fixture
+def store() -> dist.Store:
+    return dist.HashStore()
+
+
+def test_every_prompt_is_given_out_once_and_a_new_queue_starts_again(store: dist.Store) -> None:
+    for _ in range(2):
+        queue = PromptQueue([4, 2, 7], store)
+        assert [queue() for _ in range(5)] == [4, 2, 7, None, None]
+
+
+def test_two_holders_of_a_counter_share_the_prompts(store: dist.Store) -> None:
+    mine, theirs = PromptQueue([0, 1, 2, 3], store), PromptQueue([0, 1, 2, 3], store)
+    theirs._key = mine._key  # as in another process, whose queues are numbered alike
+    assert [mine(), theirs(), theirs(), mine(), theirs()] == [0, 1, 2, 3, None]
+
+
+@pytest.mark.parametrize("build", [HFEngine, GraphEngine])
+@pytest.mark.parametrize("batch_size", [None, 1, 3])
+def test_shares_of_a_queue_are_the_rows_of_one_rank(
+    build: Callable[..., RolloutEngine], batch_size: int | None, tiny_llama: Path, store: dist.Store
+) -> None:
+    policy = load_policy(PolicyConfig(str(tiny_llama), dtype="fp32"), LoRAConfig(), device="cpu")
+    engine = build(policy, load_tokenizer(resolve_model_source(str(tiny_llama))), batch_size=batch_size)
+    engine.eos_token_ids = [1, 2, 3, 4, 5]  # type: ignore[attr-defined]  # so that completions end at random
+    keys = row_keys(3, 0, [p for p, n in enumerate(COUNTS) for _ in range(n)], [i for n in COUNTS for i in range(n)])
+
+    def generate() -> Rollout:
+        return engine.generate(PROMPTS, COUNTS, keys, SAMPLING)
+
+    whole = generate()
+    assert len(set(whole.lengths.tolist())) > 2, "ragged"
+    seen: list[int] = []
+    taken: Sequence[list[int]] = ([3], [], [2, 0, 4])
+    for prompts in taken:
+        share, own = generate_from_queue(engine, PromptQueue(prompts, store), 4, generate)
+        seen += own
+        assert share.num_rows == len(own)
+        assert sorted(set(share.group_ids.tolist())) == sorted(prompts)
+        for row, index in enumerate(own):
+            length = int(whole.lengths[index])
+            assert int(share.lengths[row]) == length
+            assert torch.equal(share.completion_ids[row, :length], whole.completion_ids[index, :length])
+            assert torch.allclose(share.logprobs[row, :length], whole.logprobs[index, :length], atol=2e-5, rtol=0)
+            assert bool(share.truncated[row]) == bool(whole.truncated[index])
+    assert sorted(seen) == list(range(sum(COUNTS)))
+    assert engine.batch_size == batch_size, "as before"
+    assert torch.equal(generate().completion_ids, whole.completion_ids), "and takes all prompts again"
+
+
+def test_the_longest_are_dealt_first() -> None:
+    assert deal_longest_first([9, 1, 5, 4, 2], 2) == [[0, 4], [1, 2, 3]]
+    assert deal_longest_first([], 2) == [[], []]
+    assert deal_longest_first([3, 3], 3) == [[0], [1], []]
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.empty(64).exponential_(1 / 200, generator=generator).ceil().long().tolist()
+    loads = [sum(tokens[row] for row in rows) for rows in deal_longest_first(tokens, 4)]
+    assert max(loads) - min(loads) <= 0.02 * sum(tokens) / 4
+
+
+def test_a_queue_in_the_store_of_a_process_group(tmp_path: Path) -> None:
+    dist.init_process_group(
+        "gloo", init_method=(tmp_path / "s").as_uri(), rank=0, world_size=1, timeout=timedelta(seconds=20)
+    )
+    try:
+        queue = PromptQueue([1])
+        assert (queue(), queue()) == (1, None)
+    finally:
+        dist.destroy_process_group()
