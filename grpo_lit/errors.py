@@ -7,6 +7,9 @@ A mistake of the user's (`UserError`) ends the command with exit code 2, a fault
 from __future__ import annotations
 
 import argparse
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import NoReturn
 
 
@@ -38,6 +41,41 @@ class SystemFault(RuntimeError):
     """
 
     exit_code = 1
+
+
+@contextmanager
+def typed_names(names: Mapping[str, str]) -> Iterator[None]:
+    """Let mistakes found inside name their arguments as the command at hand calls them.
+
+    Args:
+        names: by the name that the code inside gives; also in front of a dot, so that ``{"verifier": "policy"}`` turns
+            ``verifier.units`` into ``policy.units``. ``""`` stands for every name that is not listed and puts its
+            value in front.
+
+    >>> with typed_names({"num_workers": "workers"}):
+    ...     raise UserError("num_workers", 0, "at least 1")
+    Traceback (most recent call last):
+    grpo_lit.errors.UserError: workers=0: accepted is at least 1
+    """
+    try:
+        yield
+    except UserError as error:
+        name = _typed(error.argument, names)
+        if name == error.argument and "" in names:
+            name = f"{names['']}.{name}"
+        raise UserError(name, error.value, _typed(error.accepted, names)) from error
+    except SystemFault as error:
+        raise SystemFault(_typed(str(error), names)) from error
+
+
+def _typed(text: str, names: Mapping[str, str]) -> str:
+    """A text with the names as they are typed: whole ones, and sections in front of a dot."""
+    for known, typed in names.items():
+        if text == known:
+            return typed
+        if known:
+            text = re.sub(rf"(?<![\w.]){re.escape(known)}\.(?=\w)", f"{typed}." if typed else "", text)
+    return text
 
 
 class OneLineParser(argparse.ArgumentParser):

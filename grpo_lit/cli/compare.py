@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from grpo_lit.errors import UserError
 from grpo_lit.evaluation.compare_runs import curves, markdown, read_runs
 from grpo_lit.evaluation.store import write_text
+from grpo_lit.paths import output_folder
 
 USAGE = """usage: grpo-lit compare RUN RUN... [--output FOLDER]
 
@@ -24,7 +24,7 @@ def main(arguments: Sequence[str]) -> int:
     queue = list(arguments)
     while queue:
         argument = queue.pop(0)
-        if argument.startswith("--output"):
+        if argument == "--output" or argument.startswith("--output="):
             output = argument.partition("=")[2] or (queue.pop(0) if queue else "")
         elif argument.startswith("-"):
             raise UserError("compare", argument, "run folders and --output FOLDER")
@@ -32,8 +32,9 @@ def main(arguments: Sequence[str]) -> int:
             folders.append(argument)
     if not output:
         raise UserError("output", output, "a folder")
+    folder = output_folder(output, "output")
     runs = read_runs(folders)
-    text, folder = markdown(runs), Path(output)
+    text = markdown(runs)
     write_text(folder / "comparison.md", text)
     curves(runs).savefig(folder / "curves.png", dpi=110)
     print(text)

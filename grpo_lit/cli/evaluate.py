@@ -21,6 +21,7 @@ from grpo_lit.evaluation.store import ResultStore, write_text
 from grpo_lit.evaluation.summary import Summary, summarise, write_tables
 from grpo_lit.evaluation.tasks import Task, check_selection, complete_config, load_tasks
 from grpo_lit.evaluation.versions import versions
+from grpo_lit.paths import output_folder
 
 LOWER_IS_BETTER = ("unparsable_rate", "truncation_rate", "tokens_per_correct")
 
@@ -40,7 +41,7 @@ def main(arguments: Sequence[str]) -> int:
         names = {str(name) for size in sizes for name in evaluation_metrics(size)}
         if metric not in names:
             raise UserError("select_by", config.select_by, f"a metric of {label}: {', '.join(sorted(names))}")
-    folder = Path(config.output)
+    folder = output_folder(config.output, "output")
     if config.overwrite and (folder / "cells.json").exists():
         print(f"the earlier results in {folder} are kept in {set_aside(folder)}")
     store = ResultStore(folder)

@@ -13,6 +13,7 @@ from grpo_lit.evaluation.config import ModelEntry
 from grpo_lit.evaluation.model_card import model_card
 from grpo_lit.evaluation.models import read_run_config, resolve_model
 from grpo_lit.export import DTYPES, Difference, export_adapter, export_merged, write_differences
+from grpo_lit.paths import output_folder
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -38,8 +39,8 @@ def main(arguments: Sequence[str]) -> int:
     ):
         if options[name] not in accepted:
             raise UserError(name, options[name], f"one of {', '.join(accepted)}")
-    folder = Path(options.output)
-    if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
+    folder = output_folder(options.output, "output")
+    if folder.is_dir() and any(folder.iterdir()):
         raise UserError("output", str(folder), "an empty or a new folder")
     evaluation = None if options.evaluation is None else Path(options.evaluation)
     if evaluation is not None and not (evaluation / "summary.csv").is_file():

@@ -17,8 +17,9 @@ from grpo_lit.cli.parser import CLIParser
 from grpo_lit.datamodules.datasets import dataset_spec, load_rows, read_raw
 from grpo_lit.datamodules.filters import Count, FilterConfig, FilterResult, filter_rows
 from grpo_lit.datamodules.sent_cache import read_sent_cache
-from grpo_lit.errors import SystemFault, UserError
+from grpo_lit.errors import SystemFault, UserError, typed_names
 from grpo_lit.model_source import resolve_model_source
+from grpo_lit.paths import output_file
 from grpo_lit.prompts import load_tokenizer
 
 
@@ -40,9 +41,17 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.instantiate_classes(parser.parse_args(list(arguments)))
     if options.output is None or not options.output.endswith(".jsonl"):
         raise UserError("output", options.output, "the name of a new .jsonl file")
-    if Path(options.output).expanduser().exists():  # it may be the input itself
+    output = output_file(options.output, "output")
+    if output.exists():  # it may be the input itself
         raise UserError("output", options.output, "the name of a new .jsonl file; this one exists")
+    with typed_names({"data": ""}):  # the settings of a data module are options of their own here
+        return filter_to(output, options)
+
+
+def filter_to(output: Path, options: Any) -> int:
+    """Filter by checked options into a new file."""
     spec = dataset_spec(options.dataset, options.columns)
+    against = [(name, questions_of(name)) for name in options.against]
     raw, where = read_raw(
         options.dataset, spec, split=options.split, path=options.path, options=options.dataset_options, argument="path"
     )
@@ -52,9 +61,8 @@ def main(arguments: Sequence[str]) -> int:
         options.filter,
         cache=None if options.sent_cache is None else read_sent_cache(options.sent_cache, argument="sent_cache"),
         count=_counter(options.tokenizer),
-        against=[(name, questions_of(name)) for name in options.against],
+        against=against,
     )
-    output = Path(options.output).expanduser()
     settings = {**asdict(options.filter), "tokenizer": options.tokenizer, "against": options.against}
     write(output, result, {"input": where, "rows": len(raw), "settings": settings})
     print(report_table(result, len(raw)))
@@ -72,10 +80,10 @@ def _counter(tokenizer: str | None) -> Count:
 def questions_of(name: str) -> list[str]:
     """Questions of a dataset by name, or of a file, ``NAME=FILE`` where its schema is a dataset's."""
     dataset, _, path = name.rpartition("=") if "=" in name else ("", "", name)
-    if Path(path).expanduser().exists():
-        rows = load_rows(dataset or "custom", path=path, argument="against")
-    else:
-        rows = load_rows(path)
+    if not dataset and not Path(path).expanduser().exists():
+        dataset, path = path, ""
+    with typed_names({"data.dataset": "against", "data.path": "against"}):
+        rows = load_rows(dataset or "custom", path=path or None, argument="against")
     return [row["question"] for row in rows]
 
 

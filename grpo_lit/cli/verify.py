@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from grpo_lit.cli.parser import CLIParser
 from grpo_lit.datamodules.readers import read_file
-from grpo_lit.errors import UserError
+from grpo_lit.errors import UserError, typed_names
 from grpo_lit.rewards import Verdict, VerifierPolicy, VerifierPool, explain, latency_histogram
 from grpo_lit.rewards.functions import gold_text
 
@@ -43,14 +43,18 @@ def main(arguments: Sequence[str]) -> int:
     for name, value in VerifierPolicy()._asdict().items():
         parser.add_argument(f"--policy.{name}", type=str, default=value, help="See docs/data.md.")
     options = parser.parse_args(list(arguments))
-    policy = VerifierPolicy(options.policy.units, options.policy.percent, options.policy.currency)
     if (options.file is None) == (options.response is None):
         raise UserError("response", options.response, "a response and its gold, or a file of cases: one of the two")
-    with VerifierPool(options.workers, options.timeout_s, policy) as pool:
+    if options.file is None and options.gold is None:
+        raise UserError("gold", None, "the gold answer")
+    if options.show < 0:
+        raise UserError("show", options.show, "0 or more disagreements")
+    with typed_names({"num_workers": "workers", "verifier": "policy"}):
+        policy = VerifierPolicy(**options.policy.as_dict())
+        verifier = VerifierPool(options.workers, options.timeout_s, policy)
+    with verifier as pool:
         if options.file is not None:
             return _judge_file(options.file, pool, show=options.show, baseline=options.baseline)
-        if options.gold is None:
-            raise UserError("gold", None, "the gold answer")
         response = sys.stdin.read() if options.response == "-" else options.response
         print(explain(response, options.gold, timeout_s=options.timeout_s, pool=pool))
     return 0
