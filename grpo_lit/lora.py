@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
@@ -284,9 +285,14 @@ def read_adapter_config(folder: str | Path, *, argument: str) -> dict[str, Any]:
     path = Path(folder) / ADAPTER_CONFIG
     if not path.is_file():
         raise UserError(argument, str(folder), f"a PEFT adapter folder with {ADAPTER_CONFIG}")
-    config: dict[str, Any] = json.loads(path.read_text())
-    if config.get("peft_type") != "LORA":
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(argument, str(folder), f"an adapter whose {ADAPTER_CONFIG} can be read") from error
+    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         raise UserError(argument, str(folder), "an adapter whose peft_type is LORA")
+    if missing := [key for key in ("r", "lora_alpha", "target_modules") if key not in config]:
+        raise UserError(argument, str(folder), f"an adapter whose {ADAPTER_CONFIG} has {', '.join(missing)}")
     return config
 
 
@@ -299,7 +305,12 @@ def load_adapter(model: nn.Module, folder: str | Path, *, argument: str = "adapt
     config = read_adapter_config(folder, argument=argument)
     if not any(True for _ in lora_layers(model)):
         inject_lora(model, config["r"], config["lora_alpha"], tuple(config["target_modules"]))
-    copy_adapter_state(model, load_file(Path(folder) / ADAPTER_WEIGHTS), argument=argument, source=str(folder))
+    try:
+        state = load_file(Path(folder) / ADAPTER_WEIGHTS)
+    except (OSError, SafetensorError) as error:
+        accepted = f"an adapter with whole weights in {ADAPTER_WEIGHTS} (.bin files are pickled code: not read)"
+        raise UserError(argument, str(folder), accepted) from error
+    copy_adapter_state(model, state, argument=argument, source=str(folder))
 
 
 def copy_adapter_state(model: nn.Module, state: Mapping[str, Tensor], *, argument: str, source: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -12,14 +13,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import LlamaForCausalLM
 
 from grpo_lit.checkpoint import lora_fingerprint, model_fingerprint
 from grpo_lit.cli import main
 from grpo_lit.cli.train import check_checkpoint
 from grpo_lit.errors import UserError
+from grpo_lit.lora import load_adapter
 from grpo_lit.model_source import load_model_config, resolve_model_source
 from grpo_lit.module import GRPOModule
 from grpo_lit.policy import PolicyConfig
+
+WHOLE_ADAPTER = '{"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}'
 
 Fit = Callable[..., Sequence[str]]
 
@@ -186,6 +191,7 @@ def test_tokenizer_without_eos_is_refused_and_one_without_pad_pads_with_eos(
     assert "no_eos" in error
 
 
+@pytest.mark.faults
 def test_damaged_checkpoint_is_refused(
     tiny_llama: Path, tmp_path: Path, fit_arguments: Fit, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -196,6 +202,7 @@ def test_damaged_checkpoint_is_refused(
         assert name in error
 
 
+@pytest.mark.faults
 def test_checkpoint_with_nan_in_its_weights_is_refused(tiny_llama: Path, tmp_path: Path) -> None:
     module = GRPOModule(PolicyConfig(path=str(tiny_llama)))
     entry = {
@@ -212,6 +219,34 @@ def test_checkpoint_with_nan_in_its_weights_is_refused(tiny_llama: Path, tmp_pat
                 check_checkpoint(tmp_path / "last.ckpt", module)
 
 
+@pytest.mark.faults
+@pytest.mark.parametrize(
+    ("config", "weights", "words"),
+    [
+        ("{", b"", "adapter_config.json can be read"),
+        ("[]", b"", "peft_type is LORA"),
+        ('{"peft_type": "LORA"}', b"", "has r, lora_alpha, target_modules"),
+        (
+            WHOLE_ADAPTER,
+            None,
+            ".bin files are pickled",
+        ),
+        (WHOLE_ADAPTER, b"\x80\x04.", "whole weights"),
+    ],
+)
+def test_damaged_adapter_is_refused(
+    config: str, weights: bytes | None, words: str, tiny_llama: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "adapter_config.json").write_text(config)
+    if weights is not None:
+        (tmp_path / "adapter_model.safetensors").write_bytes(weights)
+    (tmp_path / "adapter_model.bin").write_bytes(b"\x80\x04.")
+    model = LlamaForCausalLM.from_pretrained(tiny_llama)
+    with pytest.raises(UserError, match=rf"^adapter=.*{re.escape(words)}"):
+        load_adapter(model, tmp_path)
+
+
+@pytest.mark.faults
 def test_pickled_code_in_a_checkpoint_does_not_run(
     tiny_llama: Path, tmp_path: Path, fit_arguments: Fit, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -225,6 +260,7 @@ def test_pickled_code_in_a_checkpoint_does_not_run(
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.faults
 def test_unwritable_folder_is_the_system_s_fault(
     tiny_llama: Path, tmp_path: Path, fit_arguments: Fit, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -234,6 +270,7 @@ def test_unwritable_folder_is_the_system_s_fault(
     assert "trainer.default_root_dir" in error
 
 
+@pytest.mark.faults
 def test_two_runs_into_one_folder_are_refused(
     tiny_llama: Path, tmp_path: Path, fit_arguments: Fit, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -285,6 +322,7 @@ def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /dev/full, a device that is always full")
+@pytest.mark.faults
 def test_full_disk_keeps_the_last_good_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The write goes to a real full device: what the operating system says reaches the user."""
     from grpo_lit.checkpoint import AtomicCheckpointIO, read_checkpoint
