@@ -120,6 +120,7 @@ def write_row(path: Path, encoding: str) -> Path:
     return path
 
 
+@pytest.mark.faults
 def test_damaged_parquet_and_byte_order_mark(
     tiny_llama: Path,
     tmp_path: Path,
@@ -195,6 +196,7 @@ main(sys.argv[1:])
 """
 
 
+@pytest.mark.faults
 def test_killed_between_last_checkpoint_and_export(tiny_llama: Path, tmp_path: Path, fit_arguments: Fit) -> None:
     arguments = list(fit_arguments(tiny_llama, tmp_path / "run"))
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -16,6 +16,8 @@ from grpo_lit.cli.run_folder import locked
 from grpo_lit.errors import SystemFault
 from grpo_lit.files import append_line, write_whole
 
+pytestmark = pytest.mark.faults
+
 
 @contextmanager
 def no_file_above(size: int) -> Iterator[None]:

@@ -235,6 +235,7 @@ def poisoned(module_class: type[GRPOModule], steps: set[int], monkeypatch: pytes
     monkeypatch.setattr(module_class, "configure_model", configure_model)
 
 
+@pytest.mark.faults
 def test_non_finite_step_is_skipped_kept_and_counted(
     tiny_llama: Path, tmp_path: Path, rewards: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -256,12 +257,14 @@ class _PlantNaN(Callback):
             weight.data.view(-1)[0] = float("nan")
 
 
+@pytest.mark.faults
 def test_weights_that_are_no_longer_finite_are_not_saved(tiny_llama: Path, tmp_path: Path, rewards: str) -> None:
     with pytest.raises(SystemFault, match=r"no longer finite in rollout step 2.*--ckpt_path last"):
         fit(tiny_llama, tmp_path, f"{rewards}.digits", max_steps=3, callbacks=[MetricsFile(), _PlantNaN()])
     assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [1]
 
 
+@pytest.mark.faults
 def test_three_in_a_row_stop_the_run(
     tiny_llama: Path, tmp_path: Path, rewards: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -78,6 +78,7 @@ def arguments(model: Path, root: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.faults
 def test_killed_at_a_random_moment_and_resumed(seed: int, undisturbed: Path, tiny_llama: Path, tmp_path: Path) -> None:
     draw = random.Random(seed)
     root = tmp_path / "run"
@@ -136,6 +137,7 @@ def test_run_folder_has_everything(undisturbed: Path) -> None:
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
+@pytest.mark.faults
 def test_checkpoint_of_another_model_is_refused_before_loading(
     undisturbed: Path, tiny_gpt2: Path, tiny_llama: Path, grpo_lit_command: Run
 ) -> None:

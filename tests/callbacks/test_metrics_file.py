@@ -77,6 +77,7 @@ def test_repeated_step_is_not_written_twice_and_a_different_one_is_kept_beside(t
     assert [line["train/loss"] for line in read_metrics(tmp_path / "metrics.repeated.jsonl")] == [0.75]
 
 
+@pytest.mark.faults
 def test_torn_last_line_is_cut_off_and_written_again(tmp_path: Path) -> None:
     run(tmp_path, [(1, 0.5), (2, 0.25)])
     path = tmp_path / "metrics.jsonl"

@@ -90,6 +90,7 @@ def undisturbed(accelerator: str, tiny_llama: Path, tmp_path_factory: pytest.Tem
 
 
 @pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.faults
 def test_a_killed_rank_ends_the_other_and_the_run_goes_on(
     victim: int, accelerator: str, undisturbed: Path, tiny_llama: Path, tmp_path: Path
 ) -> None:

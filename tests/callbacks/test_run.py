@@ -42,6 +42,7 @@ def test_output_says_what_is_trained_where_and_what_came_of_it(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.faults
 def test_signal_finishes_the_step_saves_and_the_resume_is_exact(
     number: signal.Signals, fit_arguments: Fit, tiny_llama: Path, tmp_path: Path
 ) -> None:
@@ -78,6 +79,7 @@ def test_signal_finishes_the_step_saves_and_the_resume_is_exact(
     assert lines == list(range(last + 3))
 
 
+@pytest.mark.faults
 def test_full_disk_ends_in_one_line_and_the_last_good_checkpoint_survives(
     fit_arguments: Fit, tiny_llama: Path, tmp_path: Path
 ) -> None:

@@ -163,6 +163,7 @@ def test_mistakes_are_named(arguments: dict[str, Any], words: list[str], tmp_pat
     "text", ["[" * 100_000, '{"question": ' * 50_000, '{"question": ' + "9" * 5000 + "}"]
 )
 @pytest.mark.parametrize("suffix", [".jsonl", ".json"])
+@pytest.mark.faults
 def test_json_that_breaks_parsers_is_one_line(text: str, suffix: str, tmp_path: Path) -> None:
     file = tmp_path / f"rows{suffix}"
     file.write_text(text)
@@ -170,6 +171,7 @@ def test_json_that_breaks_parsers_is_one_line(text: str, suffix: str, tmp_path: 
         load_rows("custom", path=str(file))
 
 
+@pytest.mark.faults
 def test_half_a_surrogate_pair_becomes_the_replacement_character(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text(r'{"question": "a\ud800b \ud83d\ude00", "answer": "1", "more": [{"x": "\udc00"}]}' + "\n")

@@ -42,6 +42,7 @@ def write_cache(path: Path, encoder: PromptEncoder, leave_out: int = 0) -> Path:
     return path
 
 
+@pytest.mark.faults
 def test_torn_and_half_written_batches_are_sampled_again(tmp_path: Path) -> None:
     path = tmp_path / "c" / "sent.jsonl"
     writer = SentCacheWriter(path, {"a": 1}, {})
@@ -61,6 +62,7 @@ def test_torn_and_half_written_batches_are_sampled_again(tmp_path: Path) -> None
         SentCacheWriter(path, {"a": 2}, {})
 
 
+@pytest.mark.faults
 def test_unfinished_missing_and_damaged_caches_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "sent.jsonl"
     with pytest.raises(UserError, match=r"data\.sent_cache.*a file of grpo-lit sent"):

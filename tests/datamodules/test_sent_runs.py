@@ -123,6 +123,7 @@ def test_cache_goes_from_easy_to_hard_with_table_and_figure(cache: Path, command
     assert cache.read_bytes() == before
 
 
+@pytest.mark.faults
 def test_cache_killed_ten_times_ends_the_same(
     cache: Path, commands: Commands, tiny_llama: Path, tmp_path: Path
 ) -> None:
@@ -165,6 +166,7 @@ def test_first_epoch_is_the_low_entropy_half_on_one_rank_and_on_two(
     assert served(two) == steps
 
 
+@pytest.mark.faults
 def test_five_kills_and_still_each_prompt_once_an_epoch(
     cache: Path, commands: Commands, tiny_llama: Path, tmp_path: Path
 ) -> None:

@@ -293,6 +293,7 @@ def test_lengths_must_agree(prompts: Any, columns: Any, weights: Any, named: str
         compute_rewards([half], prompts, COMPLETIONS, columns, weights)
 
 
+@pytest.mark.faults
 def test_slow_function_is_interrupted_and_the_signal_given_back() -> None:
     handler = signal.getsignal(signal.SIGALRM)
 
@@ -310,6 +311,7 @@ def test_slow_function_is_interrupted_and_the_signal_given_back() -> None:
     assert compute_rewards([half], PROMPTS, COMPLETIONS, {}, timeout_s=5.0).rewards.tolist() == [0.5] * 3
 
 
+@pytest.mark.faults
 def test_slow_function_of_another_thread_is_left_behind() -> None:
     failures: list[Exception] = []
     gate = threading.Event()
@@ -327,6 +329,7 @@ def test_slow_function_of_another_thread_is_left_behind() -> None:
     assert "took more than 0.2 s" in str(failures[0])
 
 
+@pytest.mark.faults
 def test_a_name_from_a_config_calls_nothing_but_classes_of_rewards(tmp_path: Path) -> None:
     mark = tmp_path / "ran"
     for name in (f"subprocess.Popen(args='touch {mark}', shell=True)", f"os.system(command='touch {mark}')"):
@@ -336,6 +339,7 @@ def test_a_name_from_a_config_calls_nothing_but_classes_of_rewards(tmp_path: Pat
     assert not mark.exists()
 
 
+@pytest.mark.faults
 def test_slow_function_does_not_keep_the_process_from_ending() -> None:
     code = (
         "import time\nfrom grpo_lit.rewards import compute_rewards, RewardError\n"

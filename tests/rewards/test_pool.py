@@ -104,6 +104,7 @@ def test_timeout_is_remembered_for_no_more_time_than_it_had(pool: VerifierPool) 
     assert time.perf_counter() - start > 0.6
 
 
+@pytest.mark.faults
 def test_killed_once_the_answer_is_judged_again(pool: VerifierPool) -> None:
     killer = kill_soon(pool.workers)
     verdict = pool.verify(rf"\boxed{{{ENDLESS.answer}}}", ENDLESS.gold, timeout_s=0.8)
@@ -117,6 +118,7 @@ def test_killed_once_the_answer_is_judged_again(pool: VerifierPool) -> None:
     assert [reply.kind for reply in replies] == ["wrong", "correct", *["wrong"] * 38]
 
 
+@pytest.mark.faults
 def test_killed_twice_in_a_job_is_a_crash_and_the_pool_goes_on(pool: VerifierPool) -> None:
     killer = kill_soon(pool.workers, times=2)
     verdict = pool.verify(rf"\boxed{{{ENDLESS.answer}}}", ENDLESS.gold, timeout_s=20.0)
@@ -128,6 +130,7 @@ def test_killed_twice_in_a_job_is_a_crash_and_the_pool_goes_on(pool: VerifierPoo
     assert pool.verify(*EQUAL).kind == "correct"
 
 
+@pytest.mark.faults
 def test_killed_while_idle_goes_unnoticed(pool: VerifierPool) -> None:
     pool.verify(*UNEQUAL)
     (pid,) = pool.workers.pids
@@ -252,6 +255,7 @@ def test_worker_is_small_and_limited(pool: VerifierPool) -> None:
 
 
 @linux
+@pytest.mark.faults
 def test_out_of_memory_is_a_crash_and_the_pool_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     with WorkerPool() as pool:
         pool.judge([Job("x", r"\sin x")])
@@ -265,6 +269,7 @@ def test_out_of_memory_is_a_crash_and_the_pool_goes_on(monkeypatch: pytest.Monke
         assert pool.judge([Job(r"\sin 2x", r"2\sin x\cos x")])[0].kind == "correct"
 
 
+@pytest.mark.faults
 def test_interrupted_job_leaves_no_stale_answer() -> None:
     with WorkerPool() as pool:
         pool.judge([Job("x", r"\sin x")])
