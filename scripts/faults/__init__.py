@@ -1,0 +1,1 @@
+"""The faults of scripts/fault_table.py, by what they break."""
