@@ -38,13 +38,22 @@ _LAYERS: dict[str, tuple[int, tuple[int, ...], bool, int, str | None, bool]] = {
 }
 
 
+def nf4_cases(device: torch.device) -> Iterator[Case]:
+    """``nf4_matmul`` with each matrix of the 1.5B's layer, and with all seven of them; tiny on the CPU."""
+    on_cuda = device.type == "cuda"
+    for rows in (4, 16) if on_cuda else (3,):
+        matrices = _MATRICES if on_cuda else {"tiny": (40, 128)}
+        for name, shape in matrices.items():
+            yield nf4_case(name, rows, [shape], torch.bfloat16, device)
+        counts = (2, 2, 2, 1) if on_cuda else (2,)
+        layer = [shape for shape, count in zip(matrices.values(), counts, strict=True) for _ in range(count)]
+        yield nf4_case("a layer's seven matrices" if on_cuda else "both", rows, layer, torch.bfloat16, device)
+
+
 def decode_cases(device: torch.device) -> Iterator[Case]:
-    """All of them at the 1.5B's shapes; one tiny one of each on the CPU."""
+    """The others at the 1.5B's shapes; one tiny one of each on the CPU."""
     on_cuda = device.type == "cuda"
     dtype = torch.bfloat16
-    for rows in (4, 16) if on_cuda else (3,):
-        for name, shape in (_MATRICES if on_cuda else {"tiny": (40, 128)}).items():
-            yield nf4_case(name, rows, *shape, dtype, device)
     for packed in (False, True):
         for rows in (4, 32) if on_cuda else (2,):
             for name in _LAYERS if on_cuda else ("o, residual",):
@@ -88,28 +97,40 @@ def _copies(bytes_each: float, device: torch.device) -> int:
     return max(8, min(64, int(_CACHE_BYTES / bytes_each))) if device.type == "cuda" else 1
 
 
-def nf4_case(name: str, rows: int, out: int, width: int, dtype: torch.dtype, device: torch.device) -> Case:
-    """``nf4_matmul`` beside bitsandbytes and a product of 16-bit weights; the floor is reading 4 bits a weight."""
+def nf4_case(name: str, rows: int, shapes: list[tuple[int, int]], dtype: torch.dtype, device: torch.device) -> Case:
+    """``nf4_matmul`` beside bitsandbytes and a product of 16-bit weights; the floor is reading 4 bits a weight.
+
+    ``shapes`` (out, width) of the matrices that one call multiplies, each with an input of its width.
+    """
     gen = torch.Generator(device).manual_seed(0)
-    floor = int(out * width * (0.5 + 1 / 64))
-    count = _copies(floor, device)
-    dense = [(torch.randn(out, width, device=device, generator=gen) * width**-0.5).to(dtype) for _ in range(count)]
-    quantized = [_quantized(weight) for weight in dense]
-    weights = [Nf4Weight.from_bitsandbytes(*pair) for pair in quantized]
-    x = torch.randn(rows, width, device=device, generator=gen).to(dtype)
-    calls: dict[str, Callable[[int], Tensor]] = {
-        "ours": lambda i: nf4_matmul(x, weights[i], impl="triton"),
-        "dequantized, multiplied": lambda i: nf4_matmul(x, weights[i], impl="torch"),
+    floor = int(sum(out * width for out, width in shapes) * (0.5 + 1 / 64))
+    dense, quantized, weights = [], [], []
+    inputs: dict[int, Tensor] = {}
+    for _ in range(_copies(floor, device)):
+        dense.append([(torch.randn(*s, device=device, generator=gen) * s[1] ** -0.5).to(dtype) for s in shapes])
+        quantized.append([_quantized(weight) for weight in dense[-1]])
+        weights.append([Nf4Weight.from_bitsandbytes(*pair) for pair in quantized[-1]])
+    for _, width in shapes:
+        inputs.setdefault(width, torch.randn(rows, width, device=device, generator=gen).to(dtype))
+    xs = [inputs[width] for _, width in shapes]
+
+    def each(product: Callable[[Tensor, Any], Tensor], sets: list[list[Any]]) -> Callable[[int], list[Tensor]]:
+        return lambda i: [product(x, weight) for x, weight in zip(xs, sets[i], strict=True)]
+
+    calls: dict[str, Callable[[int], list[Tensor]]] = {
+        "ours": each(functools.partial(nf4_matmul, impl="triton"), weights),
+        "dequantized, multiplied": each(functools.partial(nf4_matmul, impl="torch"), weights),
     }
     if device.type == "cuda":
-        import bitsandbytes
+        from bitsandbytes import matmul_4bit
 
-        calls["bitsandbytes"] = lambda i: bitsandbytes.matmul_4bit(x, quantized[i][0].t(), quant_state=quantized[i][1])
-    true = x.double() @ weights[0].dequantize(torch.float64).T
-    errors = {label: relative(call(0), true) for label, call in calls.items()}
-    calls["16-bit weights"] = lambda i: functional.linear(x, dense[i])
-    candidates = [_candidate(label, call, count, device) for label, call in calls.items()]
-    label = f"{rows} rows, {name}: {width} -> {out}"
+        calls["bitsandbytes"] = each(lambda x, pair: matmul_4bit(x, pair[0].t(), quant_state=pair[1]), quantized)
+    true = [x.double() @ weight.dequantize(torch.float64).T for x, weight in zip(xs, weights[0], strict=True)]
+    errors = {label: max(map(relative, call(0), true)) for label, call in calls.items()}
+    calls["16-bit weights"] = each(functional.linear, dense)
+    candidates = [_candidate(label, call, len(dense), device) for label, call in calls.items()]
+    size = "" if len(shapes) > 1 else f": {shapes[0][1]} -> {shapes[0][0]}"
+    label = f"{rows} rows, {name}{size}"
     return Case("nf4_matmul", label, candidates, errors, "dequantized, multiplied", floor, ("ours",))
 
 

@@ -36,19 +36,25 @@ def eager_logits_loss(logits: Tensor, ids: Tensor, old: Tensor, advantages: Tens
 
 
 @triton.jit
-def _selected_logprob_kernel(logits, ids, logprobs, normalisers, vocab, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _selected_logprob_kernel(  # type: ignore[no-untyped-def]
+    logits, ids, logprobs, normalisers, vocab, BLOCK: tl.constexpr, UNROLL: tl.constexpr
+):
     """One program a row: a pass for the maximum, a pass for the sum."""
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
     top = tl.full((BLOCK,), float("-inf"), tl.float32)
-    for start in range(0, vocab, BLOCK):
-        x = tl.load(logits + row * vocab + start + lane, mask=start + lane < vocab, other=float("-inf"))
-        top = tl.maximum(top, x.to(tl.float32))
+    for start in range(0, vocab, BLOCK * UNROLL):
+        for i in tl.static_range(UNROLL):
+            column = start + i * BLOCK + lane
+            x = tl.load(logits + row * vocab + column, mask=column < vocab, other=float("-inf"))
+            top = tl.maximum(top, x.to(tl.float32))
     peak = tl.max(top, 0)
     total = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, vocab, BLOCK):
-        x = tl.load(logits + row * vocab + start + lane, mask=start + lane < vocab, other=float("-inf"))
-        total += tl.exp(x.to(tl.float32) - peak)
+    for start in range(0, vocab, BLOCK * UNROLL):
+        for i in tl.static_range(UNROLL):
+            column = start + i * BLOCK + lane
+            x = tl.load(logits + row * vocab + column, mask=column < vocab, other=float("-inf"))
+            total += tl.exp(x.to(tl.float32) - peak)
     normaliser = peak + tl.log(tl.sum(total, 0))
     chosen = tl.load(logits + row * vocab + tl.load(ids + row)).to(tl.float32)
     tl.store(logprobs + row, chosen - normaliser)
@@ -77,18 +83,22 @@ def _entropy_kernel(logits, entropies, vocab, BLOCK: tl.constexpr):  # type: ign
 
 
 @triton.jit
-def _logits_gradient_kernel(logits, grad, ids, slopes, normalisers, vocab, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _logits_gradient_kernel(  # type: ignore[no-untyped-def]
+    logits, grad, ids, slopes, normalisers, vocab, BLOCK: tl.constexpr, UNROLL: tl.constexpr
+):
     """One program a row: reads it again and writes slope (onehot - softmax)."""
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
     slope = tl.load(slopes + row)
     normaliser = tl.load(normalisers + row)
     chosen = tl.load(ids + row)
-    for start in range(0, vocab, BLOCK):
-        inside = start + lane < vocab
-        x = tl.load(logits + row * vocab + start + lane, mask=inside, other=float("-inf")).to(tl.float32)
-        dx = -slope * tl.exp(x - normaliser) + tl.where(start + lane == chosen, slope, 0.0)
-        tl.store(grad + row * vocab + start + lane, dx.to(grad.dtype.element_ty), mask=inside)
+    for start in range(0, vocab, BLOCK * UNROLL):
+        for i in tl.static_range(UNROLL):
+            column = start + i * BLOCK + lane
+            inside = column < vocab
+            x = tl.load(logits + row * vocab + column, mask=inside, other=float("-inf")).to(tl.float32)
+            dx = -slope * tl.exp(x - normaliser) + tl.where(column == chosen, slope, 0.0)
+            tl.store(grad + row * vocab + column, dx.to(grad.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -131,12 +141,22 @@ def atomic_token_loss(logp: Tensor, old: Tensor, advantages: Tensor, weights: Te
 
 
 def separate_kernels(
-    logits: Tensor, ids: Tensor, old: Tensor, advantages: Tensor, weights: Tensor, *, entropy: bool = False
+    logits: Tensor,
+    ids: Tensor,
+    old: Tensor,
+    advantages: Tensor,
+    weights: Tensor,
+    *,
+    entropy: bool = False,
+    vectors: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """(loss, logits' gradient) by separate kernels: selected log-prob, token loss, gradient of the logits.
 
-    These read the logits three times (maximum, sum, gradient) and write them once; with ``entropy`` a kernel of
-    its own reads them twice more.
+    As in grpo.cpp (``selected_logp_kernel``, ``grpo_loss_block_kernel``, ``logits_backward_kernel``): 256 threads a row
+    read the logits three times (maximum, sum, gradient) and write the gradient once; the row's normaliser is kept and
+    no log-softmax is written. There a thread takes one element at a time, unrolled by four (``vectors=False``); with
+    ``vectors`` it takes 16 bytes at a time, which those kernels would gain from before any fusion. With ``entropy`` a
+    kernel of its own reads the logits twice more.
     """
     from grpo_lit.kernels._triton.token_loss import token_loss
     from grpo_lit.kernels.token_terms import TokenScalars
@@ -144,12 +164,14 @@ def separate_kernels(
     vocab = logits.shape[-1]
     logp, normalisers = (torch.empty(ids.shape, device=logits.device) for _ in range(2))
     grad = torch.empty_like(logits)
-    launch: dict[str, Any] = {"BLOCK": 2048, "num_warps": 8}
-    _selected_logprob_kernel[(ids.numel(),)](logits, ids, logp, normalisers, vocab, **launch)
+    launch: dict[str, Any] = {"BLOCK": 2048 if vectors else 256, "num_warps": 8}
+    unroll = 1 if vectors else 4
+    grid = (ids.numel(),)
+    _selected_logprob_kernel[grid](logits, ids, logp, normalisers, vocab, UNROLL=unroll, **launch)
     loss, slopes = token_loss(logp, old, advantages, weights, None, TokenScalars())
     if entropy:
-        _entropy_kernel[(ids.numel(),)](logits, torch.empty_like(logp), vocab, **launch)
-    _logits_gradient_kernel[(ids.numel(),)](logits, grad, ids, slopes, normalisers, vocab, **launch)
+        _entropy_kernel[grid](logits, torch.empty_like(logp), vocab, **launch)
+    _logits_gradient_kernel[grid](logits, grad, ids, slopes, normalisers, vocab, UNROLL=unroll, **launch)
     return loss, grad
 
 

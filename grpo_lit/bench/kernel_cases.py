@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +16,11 @@ from grpo_lit.kernels import fused_linear_grpo, fused_logits_grpo, grpo_token_lo
 from grpo_lit.kernels.token_terms import TokenScalars, token_terms
 
 _CHECKED_ROWS = 64
+_SEPARATE: dict[str, dict[str, bool]] = {
+    "three kernels": {},
+    "three kernels, one element a thread": {"vectors": False},
+    "three kernels + entropy": {"entropy": True},
+}
 
 
 @dataclass
@@ -135,19 +141,11 @@ def logits_case(
             errors[name] = relative(grad[:, :t].reshape(n * t, vocab)[rows], true)
         del grad
         candidates += _modes(name, loss, leaf, prepare, modes)
-    loss_and_grad = baselines.separate_kernels
-    with torch.no_grad():
-        errors["three kernels"] = relative(
-            loss_and_grad(logits, ids, old, advantages, weights)[1].view(n * t, vocab)[rows], true
-        )
-        flat = logits.detach()
-        candidates.append(
-            Candidate("three kernels", "full", lambda: loss_and_grad(flat, ids, old, advantages, weights))
-        )
-        with_entropy = functools.partial(loss_and_grad, entropy=True)
-        candidates.append(
-            Candidate("three kernels + entropy", "full", lambda: with_entropy(flat, ids, old, advantages, weights))
-        )
+    flat = logits.detach()
+    for name, choice in _SEPARATE.items():
+        separate = functools.partial(baselines.separate_kernels, flat, ids, old, advantages, weights, **choice)
+        errors[name] = relative(separate()[1].view(n * t, vocab)[rows], true)
+        candidates.append(Candidate(name, "full", separate))
     size = 2 * logits.numel() * logits.element_size()
     label = f"{n * t} x {vocab} {str(dtype).removeprefix('torch.')}"
     ours = ("ours", "ours in place", "ours + entropy")
@@ -277,19 +275,25 @@ def head_case(
     ids, old, advantages, weights = _tokens(n, t, vocab, device, gen)
     with torch.no_grad():
         old = _near(linear_logprobs(hidden, weight, ids)[0], gen)
-    known = {"num_tokens": n * t, "impl": "triton"}
+    half = weights * (
+        torch.arange(t, device=device) < t // 2
+    )  # the training path leaves the others out of the products
 
-    def through_logprobs(h: Tensor) -> Tensor:
-        logp, _ = linear_logprobs(h, weight, ids, impl="triton")
-        return grpo_token_loss(logp, old, advantages, weights, impl="triton")
+    def through_logprobs(h: Tensor, some: Tensor = weights, count: int = n * t) -> Tensor:
+        mask = None if some is weights else some != 0
+        logp, _ = linear_logprobs(h, weight, ids, mask=mask, num_tokens=count, impl="triton")
+        return grpo_token_loss(logp, old, advantages, some, impl="triton")
 
-    def ours(h: Tensor, **options: object) -> Tensor:
-        return fused_linear_grpo(h, weight, ids, old, advantages, weights, **known, **options)  # type: ignore[arg-type,no-any-return]
+    def ours(h: Tensor, some: Tensor = weights, count: int = n * t, **options: Any) -> Tensor:
+        known = {"num_tokens": count, "impl": "triton"}
+        return fused_linear_grpo(h, weight, ids, old, advantages, some, **known, **options)  # type: ignore[arg-type,no-any-return]
 
     losses: dict[str, Callable[[Tensor], Tensor]] = {
         "ours": ours,
+        "ours, half masked": lambda h: ours(h, half, n * (t // 2)),
         "ours, 16-bit logits": lambda h: ours(h, logits_dtype=dtype),
         "ours, linear_logprobs": through_logprobs,
+        "ours, linear_logprobs, half masked": lambda h: through_logprobs(h, half, n * (t // 2)),
     }
     if rivals:
         losses["eager"] = lambda h: baselines.eager_logits_loss(h @ weight.t(), ids, old, advantages, weights)
@@ -311,7 +315,7 @@ def head_case(
     candidates: list[Candidate] = []
     for name, loss in losses.items():
         (grad,) = torch.autograd.grad(loss(hidden), hidden)
-        if name != "liger":  # it weighs tokens its own way
+        if name != "liger" and "half masked" not in name:  # Liger weighs tokens its own way
             errors[name] = relative(grad.reshape(n * t, width)[rows], true)
         candidates += _modes(name, loss, hidden, None, ("full",))
     label = f"{n} x {t} x {vocab}, hidden {width}, {str(dtype).removeprefix('torch.')}"

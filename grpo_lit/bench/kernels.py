@@ -25,7 +25,7 @@ from grpo_lit.errors import OneLineParser, UserError
 if TYPE_CHECKING:
     from grpo_lit.bench.kernel_cases import Case
 
-SECTIONS = ("logits", "tokens", "head", "lora", "layer", "entropy", "decode")
+SECTIONS = ("logits", "tokens", "head", "lora", "layer", "entropy", "nf4", "decode")
 # rows of tokens, tokens a row, vocabulary, dtype
 LOGITS_SIZES = [
     (4, 256, 32768, torch.float32),
@@ -144,10 +144,13 @@ def _cases(options: argparse.Namespace, device: torch.device) -> Iterator[Case]:
             yield decoder_case(2, 6, 64, device, heads=4, wide=128)
     if "entropy" in options.sections:
         yield entropy_case(*((16, 768) if on_cuda else (3, 20)), device)
-    if "decode" in options.sections:
-        from grpo_lit.bench.decode_cases import decode_cases
+    if "nf4" in options.sections or "decode" in options.sections:
+        from grpo_lit.bench.decode_cases import decode_cases, nf4_cases
 
-        yield from decode_cases(device)
+        if "nf4" in options.sections:
+            yield from nf4_cases(device)
+        if "decode" in options.sections:
+            yield from decode_cases(device)
 
 
 def _context(device: torch.device, timer: Timer) -> dict[str, object]:
