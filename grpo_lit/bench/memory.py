@@ -11,6 +11,7 @@ import csv
 import gc
 import importlib.metadata
 import json
+import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +29,7 @@ from grpo_lit.bench.shapes import SHAPES, write_model_folder
 from grpo_lit.callbacks.vram_profiler import PhaseMemory, VRAMProfiler
 from grpo_lit.datamodules.loader import PromptBatch
 from grpo_lit.errors import OneLineParser, UserError
+from grpo_lit.memory.allocator import expand_segments
 from grpo_lit.memory.fit import largest_micro_batch
 from grpo_lit.memory.plan import GIB, MIB
 from grpo_lit.memory.settings import formats_of, step_sizes_of
@@ -47,7 +49,9 @@ def main(argv: Sequence[str]) -> int:
     options, overrides = _parse(argv)
     on_cuda = torch.cuda.is_available() and not options.cpu
     if on_cuda:
-        limit(options.cap, expandable=not options.no_expandable)
+        if options.no_expandable:
+            os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:False")
+        limit(options.cap)
     print(_headline(options, on_cuda), flush=True)
     rows: list[dict[str, Any]] = []
     failed = False
@@ -102,7 +106,7 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     return options, rest
 
 
-def limit(cap: int, *, expandable: bool = True) -> None:
+def limit(cap: int) -> None:
     """Hold this process to `cap` bytes of the first GPU.
 
     Raises:
@@ -112,8 +116,7 @@ def limit(cap: int, *, expandable: bool = True) -> None:
     if cap > total:
         raise UserError("--cap", f"{cap / GIB:.2f}GiB", f"at most the GPU's {total / GIB:.2f}GiB")
     torch.cuda.set_per_process_memory_fraction(cap / total, 0)
-    if expandable:  # segments that grow leave no gaps between them
-        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    expand_segments()
 
 
 def _headline(options: argparse.Namespace, on_cuda: bool) -> str:

@@ -21,7 +21,15 @@ from grpo_lit.cli.run_folder import resolve_ckpt_path
 from grpo_lit.cli.train import build, check_checkpoint
 from grpo_lit.datamodules.findings import data_findings
 from grpo_lit.errors import SystemFault, UserError
-from grpo_lit.memory.fit import HEADROOM, largest_micro_batch, longest_completion, peak, plan_table, rows_in_flight
+from grpo_lit.memory.fit import (
+    HEADROOM,
+    largest_micro_batch,
+    longest_completion,
+    peak,
+    plan_table,
+    recorded_where_free,
+    rows_in_flight,
+)
 from grpo_lit.memory.plan import plan_step, weight_ledger
 from grpo_lit.memory.settings import formats_of, step_sizes_of
 from grpo_lit.memory.sizes import ModelSizes
@@ -149,6 +157,8 @@ def _memory(cli: GRPOCLI, budget: int | None) -> Iterator[Finding]:
     prompt, known = _prompt_tokens(cli)
     step = step_sizes_of(module, prompt_tokens=prompt, prompts=data.prompts_per_step)
     formats = formats_of(module, on_cuda=True, model_type=str(config.model_type))
+    if budget is not None and module.policy_config.layer_graphs is None:
+        formats = recorded_where_free(sizes, formats, budget)
     if budget is not None:  # the graph engine lets rows wait that do not fit
         step = replace(step, rollout_rows=max(1, rows_in_flight(sizes, formats, step, budget)))
     plans = list(plan_step(sizes, formats, step).values())

@@ -20,6 +20,7 @@ from grpo_lit.cli.run_folder import locked, resolve_ckpt_path, set_earlier_run_a
 from grpo_lit.datamodules.sent_cache import model_key
 from grpo_lit.errors import SystemFault, UserError
 from grpo_lit.kernels import dispatch
+from grpo_lit.memory.allocator import expand_segments
 from grpo_lit.model_source import load_model_config, resolve_model_source
 from grpo_lit.module import GRPOModule
 from grpo_lit.sampling_step import build_allocator
@@ -34,6 +35,7 @@ def fit(arguments: Sequence[str]) -> int:
     if ckpt is not None:
         check_checkpoint(ckpt, cli.model, resume=True)
     check_data(cli)
+    check_callbacks(cli)
     dry = bool(cli.trainer.fast_dev_run)  # type: ignore[attr-defined]
     with locked(root) if is_first else nullcontext():
         if is_first:
@@ -83,6 +85,8 @@ def build(command: str, arguments: Sequence[str], cli_class: type[GRPOCLI] = GRP
         raise ParseError(ours.group(1)) from error
     check_trainer(cli.trainer)
     check_model(cli.model)
+    if cli.trainer.strategy.root_device.type == "cuda" and cli.model.rollout_config.engine != "vllm":
+        expand_segments()  # before the first allocation; vLLM's memory pools do without
     return cli
 
 
@@ -165,6 +169,18 @@ def check_data(cli: GRPOCLI) -> None:
         if isinstance(limit, int) and longest and longest + sampling.max_completion_length > limit:
             accepted = f"at most {limit - longest}: the model has {limit} positions, the longest prompt {longest}"
             raise UserError(f"{name}.sampling.max_completion_length", sampling.max_completion_length, accepted)
+
+
+def check_callbacks(cli: GRPOCLI) -> None:
+    """Let callbacks with a method ``check_before_run(trainer, module)`` see that they can do what they are asked.
+
+    Raises:
+        UserError: they can't.
+        SystemFault: what one needs can't be reached.
+    """
+    for callback in cli.trainer.callbacks:  # type: ignore[attr-defined]
+        if (check := getattr(callback, "check_before_run", None)) is not None:
+            check(cli.trainer, cli.model)
 
 
 def run(cli: GRPOCLI, command: str, ckpt: Path | None) -> None:
