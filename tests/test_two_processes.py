@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from grpo_lit.testing.ranks import run_on_ranks
 
-def fit(model: Path, root: Path, *extra: str) -> list[dict[str, Any]]:
-    arguments = [
+
+def arguments(model: Path, root: Path, *extra: str) -> list[str]:
+    return [
         "fit",
         f"--model.policy.path={model}",
         "--model.policy.dtype=fp32",
@@ -39,20 +39,9 @@ def fit(model: Path, root: Path, *extra: str) -> list[dict[str, Any]]:
         "--trainer.val_check_interval=2",
         *extra,
     ]
-    (root.parent / "user_rewards.py").write_text(
-        "def digits(prompts, completions, **columns):\n"
-        "    return [sum(c.isdigit() for c in text) / max(len(text), 1) for text in completions]\n"
-    )
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    result = subprocess.run(
-        [sys.executable, "-m", "grpo_lit", *arguments],
-        cwd=root.parent,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert result.returncode == 0, result.stderr[-2000:]
+
+
+def lines(root: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (root / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -71,10 +60,26 @@ CASES = {
 }
 
 
+@pytest.fixture(scope="module")
+def folder(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every case on one rank and on two, in one process a rank."""
+    folder = tmp_path_factory.mktemp("ranks")
+    (folder / "user_rewards.py").write_text(
+        "def digits(prompts, completions, **columns):\n"
+        "    return [sum(c.isdigit() for c in text) / max(len(text), 1) for text in completions]\n"
+    )
+    one = [arguments(tiny_llama, folder / f"{case}_one", *extra) for case, extra in CASES.items()]
+    two = [arguments(tiny_llama, folder / f"{case}_two", *extra, *TWO) for case, extra in CASES.items()]
+    with ThreadPoolExecutor() as pool:
+        for ranks in pool.map(lambda call: run_on_ranks(*call, folder), [(one, 1), (two, 2)]):
+            for rank in ranks:
+                assert rank.codes == [0] * len(CASES), rank.stderr[-2000:]
+    return folder
+
+
 @pytest.mark.parametrize("case", list(CASES))
-def test_two_ranks_equal_one(case: str, tiny_llama: Path, tmp_path: Path) -> None:
-    one = fit(tiny_llama, tmp_path / "one", *CASES[case])
-    two = fit(tiny_llama, tmp_path / "two", *CASES[case], *TWO)
+def test_two_ranks_equal_one(case: str, folder: Path) -> None:
+    one, two = lines(folder / f"{case}_one"), lines(folder / f"{case}_two")
     assert [line["step"] for line in two] == [line["step"] for line in one]
     for mine, theirs in zip(two, one, strict=True):
         for name, value in theirs.items():
@@ -82,12 +87,14 @@ def test_two_ranks_equal_one(case: str, tiny_llama: Path, tmp_path: Path) -> Non
                 # the mismatch of engine and scoring is itself rounding, at these batch shapes
                 absolute = 1e-4 if "mismatch" in name else 1e-6
                 assert mine[name] == pytest.approx(value, rel=1e-4, abs=absolute), name
-    weights, expected = (load_file(tmp_path / name / "adapter/adapter_model.safetensors") for name in ("two", "one"))
+    weights, expected = (
+        load_file(folder / f"{case}_{name}" / "adapter/adapter_model.safetensors") for name in ("two", "one")
+    )
     assert max(float(value.abs().max()) for name, value in expected.items() if "lora_B" in name) > 1e-4
     for name, value in expected.items():
         assert torch.allclose(weights[name], value, atol=1e-6, rtol=0), name
     rows = {}
     for name in ("one", "two"):
-        files = sorted((tmp_path / name / "completions").glob("*.jsonl"))
+        files = sorted((folder / f"{case}_{name}" / "completions").glob("*.jsonl"))
         rows[name] = [json.loads(line) for file in files for line in file.read_text().splitlines()]
     assert rows["one"] == rows["two"]

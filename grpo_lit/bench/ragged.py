@@ -12,7 +12,17 @@ from typing import Any, cast
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-FIELDS = ("layout", "steps", "tokens", "step_s", "rollout_s", "rollout_wait_s", "train_wait_s", "waited_share")
+FIELDS = (
+    "layout",
+    "steps",
+    "tokens",
+    "tokens_per_s",
+    "step_s",
+    "rollout_s",
+    "rollout_wait_s",
+    "train_wait_s",
+    "waited_share",
+)
 
 
 class RaggedLengths(Callback):
@@ -53,6 +63,11 @@ class Waited:
     """The longest time that a rank stood still after its rollout."""
     train_wait_s: float
     """The longest time that a rank stood still after its forward and backward passes."""
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Completion tokens a second of the whole step."""
+        return self.tokens / self.step_s
 
     @property
     def waited_share(self) -> float:

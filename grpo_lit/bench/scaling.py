@@ -95,9 +95,9 @@ def _ragged(options: argparse.Namespace, accelerator: str, folder: Path, scratch
     print(f"{devices} device(s), lengths geometric with mean {options.ragged}, {in_flight} rows of a rank in flight")
     for one in found:
         print(
-            f"{one.layout:<7} {one.tokens:>8.0f} tokens, {one.step_s:>7.3f} s a step, rollout {one.rollout_s:.3f} s; "
-            f"longest wait after the rollout {one.rollout_wait_s:.3f} s, after the passes {one.train_wait_s:.3f} s: "
-            f"{one.waited_share:.1%} of the step"
+            f"{one.layout:<7} {one.tokens:>8.0f} tokens, {one.step_s:>7.3f} s a step, {one.tokens_per_s:.0f} tokens/s, "
+            f"rollout {one.rollout_s:.3f} s; longest wait after it {one.rollout_wait_s:.3f} s, after the passes "
+            f"{one.train_wait_s:.3f} s: {one.waited_share:.1%} of the step"
         )
     _write_csv(options.csv, ragged.FIELDS, [one.row() for one in found])
     return 0
