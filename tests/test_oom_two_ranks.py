@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,8 @@ import yaml
 from safetensors.torch import load_file
 
 from grpo_lit.callbacks.metrics_file import without_timings
+from grpo_lit.testing.ranks import RankResult, run_on_ranks
 
-Run = Callable[..., "subprocess.CompletedProcess[str]"]
 FAULTS: list[dict[str, Any]] = [
     {"phase": "rollout", "at": 2, "event": "forward", "rank": 1, "rollout_step": 0},
     {"phase": "reward", "at": 1, "rank": 0, "rollout_step": 0},
@@ -45,32 +44,50 @@ def arguments(fit_arguments: Callable[..., Sequence[str]], model: Path, root: Pa
     ]
 
 
-@pytest.fixture(autouse=True)
-def _rewards(tmp_path: Path) -> None:
-    (tmp_path / "user_rewards.py").write_text(
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("oom")
+    (folder / "user_rewards.py").write_text(
         "import torch\n"
         "def digits(prompts, completions, **columns):\n"
         "    return [float(torch.tensor([c.isdigit() for c in text or ' ']).float().mean()) for text in completions]\n"
     )
-
-
-@pytest.fixture
-def faults(tmp_path: Path) -> Path:
     callbacks = [{"class_path": "grpo_lit.testing.FaultInjector", "init_args": fault} for fault in FAULTS]
-    path = tmp_path / "faults.yaml"
-    path.write_text(yaml.safe_dump({"trainer": {"callbacks": callbacks}, "oom_replay": True}))
-    return path
+    faults = {"trainer": {"callbacks": callbacks}, "oom_replay": True}
+    (folder / "faults.yaml").write_text(yaml.safe_dump(faults))
+    return folder
 
 
-def test_both_ranks_replay(
-    faults: Path, tiny_llama: Path, tmp_path: Path, fit_arguments: Callable[..., Sequence[str]], grpo_lit_command: Run
-) -> None:
-    for name, extra in (("whole", []), ("faulty", [f"--config={faults}"])):
-        result = grpo_lit_command(*arguments(fit_arguments, tiny_llama, tmp_path / name, *extra))
-        assert result.returncode == 0, result.stderr[-2000:]
+GIVES_UP = [
+    "--oom_replay=true",
+    "--trainer.callbacks+=grpo_lit.testing.FaultInjector",
+    "--trainer.callbacks.phase=train",
+    "--trainer.callbacks.event=forward",
+    "--trainer.callbacks.times=9",
+    "--trainer.callbacks.rank=1",
+    "--trainer.val_check_interval=100",
+    "--data.val_prompts=0",
+]
+
+
+@pytest.fixture(scope="module")
+def ranks(folder: Path, tiny_llama: Path, fit_arguments: Callable[..., Sequence[str]]) -> list[RankResult]:
+    """Undisturbed, with faults, and with one too many, in one pair of processes."""
+    faults = f"--config={folder / 'faults.yaml'}"
+    queue = ["--model.rollout.layout=queue", "--model.rollout.batch_size=8"]
+    runs = {"whole": [], "faulty": [faults], "faulty_queue": [faults, *queue], "last": GIVES_UP}
+    return run_on_ranks(
+        [arguments(fit_arguments, tiny_llama, folder / name, *extra) for name, extra in runs.items()], 2, folder
+    )
+
+
+@pytest.mark.parametrize("disturbed", ["faulty", "faulty_queue"])
+def test_both_ranks_replay(disturbed: str, ranks: list[RankResult], folder: Path) -> None:
+    for rank in ranks:
+        assert rank.codes[:3] == [0, 0, 0], rank.stderr[-2000:]
     whole, faulty = (
-        [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
-        for name in ("whole", "faulty")
+        [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+        for name in ("whole", disturbed)
     )
     for mine, theirs in zip(map(without_timings, faulty), map(without_timings, whole), strict=True):
         assert mine.keys() == theirs.keys()
@@ -78,29 +95,19 @@ def test_both_ranks_replay(
             # the mismatch of engine and scoring is itself rounding, at these batch shapes
             absolute = 1e-4 if "mismatch" in key else 2e-6
             assert mine[key] == pytest.approx(value, rel=2e-5, abs=absolute), key
-    assert faulty[-1]["oom/replays"] == len(FAULTS), "rank 0 counts every replay, those for rank 1 too"
-    weights, expected = (load_file(tmp_path / n / "adapter/adapter_model.safetensors") for n in ("faulty", "whole"))
+    # rank 0 counts every replay, those for rank 1 too; a rank that comes late to a queue may find it empty
+    starved = {0} if disturbed == "faulty" else {0, 1}
+    assert len(FAULTS) - faulty[-1]["oom/replays"] in starved
+    weights, expected = (load_file(folder / n / "adapter/adapter_model.safetensors") for n in (disturbed, "whole"))
     assert max(float(value.abs().max()) for name, value in expected.items() if "lora_B" in name) > 1e-4
     for name, value in expected.items():
         assert torch.allclose(weights[name], value, atol=1e-6, rtol=0), name
-    texts = [[p.read_text() for p in sorted((tmp_path / n / "completions").iterdir())] for n in ("whole", "faulty")]
+    texts = [[p.read_text() for p in sorted((folder / n / "completions").iterdir())] for n in ("whole", disturbed)]
     assert texts[0] == texts[1]
 
 
-def test_a_rank_that_gives_up_takes_the_other_along_at_once(
-    tiny_llama: Path, tmp_path: Path, fit_arguments: Callable[..., Sequence[str]], grpo_lit_command: Run
-) -> None:
-    extra = [
-        "--oom_replay=true",
-        "--trainer.callbacks+=grpo_lit.testing.FaultInjector",
-        "--trainer.callbacks.phase=train",
-        "--trainer.callbacks.event=forward",
-        "--trainer.callbacks.times=9",
-        "--trainer.callbacks.rank=1",
-        "--trainer.val_check_interval=100",
-        "--data.val_prompts=0",
-    ]
-    result = grpo_lit_command(*arguments(fit_arguments, tiny_llama, tmp_path / "run", *extra), timeout=120)
-    assert result.returncode == 1, result.stderr[-2000:]
-    assert "rank 1: out of memory in the train phase at one row at a time" in result.stderr
-    assert "Traceback" not in result.stderr
+def test_a_rank_that_gives_up_takes_the_other_along_at_once(ranks: list[RankResult]) -> None:
+    for rank in ranks:
+        assert rank.codes[3:] == [1], rank.stderr[-2000:]
+        assert "rank 1: out of memory in the train phase at one row at a time" in rank.stderr or rank is ranks[1]
+        assert "Traceback" not in rank.stderr

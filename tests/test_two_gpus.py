@@ -32,7 +32,13 @@ LAYOUTS = {
     "split": ["--model.rollout.layout=split"],
     "queue": ["--model.rollout.layout=queue", "--model.rollout.batch_size=3"],
 }
-PASSES = ["--model.ppo_passes=2", "--trainer.max_steps=4", "--model.loss.beta=0.05", "--model.optimizer.lr=0.001"]
+PASSES = [
+    "--model.ppo_passes=2",
+    "--trainer.max_steps=4",
+    "--model.loss.beta=0.05",
+    "--model.optimizer.lr=0.001",
+    *LAYOUTS["queue"],
+]
 FAULTS = [
     {"phase": "score", "at": 30, "rank": 1, "rollout_step": 0},
     {"phase": "train", "at": 50, "rank": 1, "times": 2},
@@ -142,7 +148,7 @@ def test_draws_depend_on_the_row_and_not_on_its_rank(folder: Path) -> None:
 
 def test_memory_runs_out_on_one_rank_and_both_replay(folder: Path) -> None:
     calm, faulty = lines(folder / "calm"), lines(folder / "faulty")
-    assert faulty[-1]["oom/replays"] == 5
+    assert faulty[-1]["oom/replays"] in (4, 5), "a rank that comes late to a queue may find it empty"
     assert [line["step"] for line in faulty] == [line["step"] for line in calm]
     assert completions(folder / "faulty") == completions(folder / "calm")
     # weights are hashed across ranks after every optimizer step: a difference would have ended the run
