@@ -36,7 +36,7 @@ def load_base_model(config: PolicyConfig, source: ModelSource, device: torch.dev
     if config.random_weights:
         model_config.quantization_config = None
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(model_config, **common)
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(model_config, **common)
         draw_weights(model, device, DTYPES[config.dtype] if config.quantization == "nf4" else None)
         return model
     try:

@@ -167,7 +167,7 @@ def _group_unsupported(group: LinearGroup) -> str | None:
     quantized = [hasattr(base.weight, "quant_state") for base in group.bases]
     if any(quantized) != all(quantized):
         return "projections of one input in one number format"
-    if any(quantized) and (group.width % 64 or any(base.weight.quant_type != "nf4" for base in group.bases)):  # type: ignore[union-attr]
+    if any(quantized) and (group.width % 64 or any(base.weight.quant_type != "nf4" for base in group.bases)):
         return "NF4 in whole blocks of 64"
     if not any(quantized) and any(type(base) is not nn.Linear for base in group.bases):
         return "plain linear layers"

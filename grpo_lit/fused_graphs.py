@@ -282,7 +282,7 @@ class _Graphed(torch.autograd.Function):
     """All layers; inputs after the sequences are the adapters' parameters."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         x: Tensor,
         graphs: LayerGraphs,
@@ -300,7 +300,7 @@ class _Graphed(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         graphs = ctx.graphs
         if ctx.serial != graphs.serial:  # another forward has been over the layer inputs
             graphs.replay(ctx.recording, *ctx.saved_tensors, ctx.where)

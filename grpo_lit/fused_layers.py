@@ -205,7 +205,7 @@ class LayerFunction(torch.autograd.Function):
     """One decoder layer; its inputs after the call are the adapters' parameters, for their gradients."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, call: Call, *parameters: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor, call: Call, *parameters: Tensor) -> Tensor:
         layer, dtype = call.layer, x.dtype
         with torch.autocast(x.device.type, enabled=False):
             seen = _attend(call, x, layer.qkv.matrices(dtype), layer.o.matrices(dtype))
@@ -222,7 +222,7 @@ class LayerFunction(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         call, x = ctx.call, ctx.saved_tensors[0]
         kept = None if call.recompute else ctx.saved_tensors[1:]
         with torch.autocast(x.device.type, enabled=False):

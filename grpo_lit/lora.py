@@ -227,7 +227,7 @@ def merge_lora(model: nn.Module) -> int:
         weight = layer.base_layer.weight
         with torch.no_grad():
             update = delta.T if isinstance(layer.base_layer, Conv1D) else delta
-            weight.copy_((weight.float() + update.to(weight.device)).to(weight.dtype))  # type: ignore[operator, union-attr, arg-type]
+            weight.copy_((weight.float() + update.to(weight.device)).to(weight.dtype))  # type: ignore[operator, arg-type]
         parent_name, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent_name) if parent_name else model, child, layer.base_layer)
     return len(layers)

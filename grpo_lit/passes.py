@@ -208,7 +208,7 @@ class Passes:
             scheduler = module.lr_schedulers()
             assert scheduler is not None
             assert not isinstance(scheduler, list)
-            scheduler.step()  # type: ignore[call-arg]
+            scheduler.step()
             if module.world.size > 1:
                 digest = module.phase.attempt(lambda: parameter_hash(parameters))
                 module.world.check_replicas(digest, module.trainer.global_step, parameters[0].device)

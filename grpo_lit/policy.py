@@ -182,7 +182,7 @@ class Policy(nn.Module):
         columns = torch.arange(width, device=prompt_ids.device) + (prompt_ids.shape[1] - lengths)
         ids = torch.cat([prompt_ids, completion_ids], dim=1).gather(1, columns.remainder(width))  # (N, P + T)
         self.model.train(self.checkpointing is not None and torch.is_grad_enabled())
-        hidden = self._head.decoder(input_ids=ids, use_cache=False).last_hidden_state  # (N, P + T, H)
+        hidden: Tensor = self._head.decoder(input_ids=ids, use_cache=False).last_hidden_state  # (N, P + T, H)
         # The hidden state before a token predicts it; only tokens that count are taken along.
         before = torch.arange(completion_ids.shape[1], device=ids.device) + lengths - 1  # (N, T) columns
         before = before + width * torch.arange(len(ids), device=ids.device).unsqueeze(-1)

@@ -40,7 +40,7 @@ class PromptQueue:
 
     def __init__(self, prompts: Sequence[int], store: dist.Store | None = None) -> None:
         self._prompts = prompts
-        self._store = store or dist.distributed_c10d._get_default_store()  # type: ignore[attr-defined]
+        self._store = store or dist.distributed_c10d._get_default_store()
         self._key = f"prompt_queue/{next(_queues)}"
 
     def __call__(self) -> int | None:

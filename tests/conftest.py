@@ -20,6 +20,10 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+# One thread a process, here and in every command that a test starts: tests run side by side.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+torch.set_num_threads(1)
+
 ROOT = Path(__file__).parent.parent
 SPECIAL = ["<pad>", "<bos>", "<eos>", "<unk>"]
 CHARACTERS = "0123456789+-*= ?abcdefghijklmnopqrstuvwxyz"
@@ -137,7 +141,7 @@ def small_fit(model: str | Path, root: str | Path, *extra: str) -> Sequence[str]
     ]
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def fit_arguments() -> Callable[..., Sequence[str]]:
     """`small_fit`, for tests that can't import this file."""
     return small_fit

@@ -215,7 +215,8 @@ def liger_logits_loss() -> Callable[..., Tensor] | None:
             loss_type="grpo",
             reduce=False,
         )[0]
-        return (per_token * weights).sum()
+        total: Tensor = (per_token * weights).sum()
+        return total
 
     return loss
 
@@ -244,6 +245,7 @@ def liger_head_loss(weight: Tensor) -> Callable[..., Tensor] | None:
 
     def loss(hidden: Tensor, ids: Tensor, old: Tensor, advantages: Tensor, weights: Tensor) -> Tensor:
         mask = (weights != 0).int()
-        return fused(hidden, weight, ids, mask, advantages, old_per_token_logps=old)[0]
+        value: Tensor = fused(hidden, weight, ids, mask, advantages, old_per_token_logps=old)[0]
+        return value
 
     return loss

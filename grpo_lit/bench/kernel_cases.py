@@ -66,7 +66,7 @@ def _near(logp: Tensor, gen: torch.Generator) -> Tensor:
 
 def relative(got: Tensor, true: Tensor) -> float:
     """Norm of the error over the norm of the truth."""
-    return ((got.double() - true).norm() / true.norm()).item()
+    return float((got.double() - true).norm() / true.norm())
 
 
 def logits_case(

@@ -202,7 +202,7 @@ def _fit(
     timed = [line for line in lines if "perf/step_s" in line][-options.steps :]
 
     def median(key: str) -> float:
-        return statistics.median(line.get(key, float("nan")) for line in timed)
+        return float(statistics.median(line.get(key, float("nan")) for line in timed))
 
     return Measured(
         devices=devices,

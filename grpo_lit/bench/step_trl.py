@@ -59,7 +59,7 @@ def run_trl(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
         def training_step(self, *args: Any, **kwargs: Any) -> Any:
             return watch.timed("training_step", super().training_step, *args, **kwargs)
 
-    class Steps(TrainerCallback):  # type: ignore[misc]
+    class Steps(TrainerCallback):
         """Notes when an optimizer step begins and ends."""
 
         def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:

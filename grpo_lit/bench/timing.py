@@ -106,7 +106,7 @@ class Timer:
         candidate.call()
         last.record()
         self._wait()
-        return first.elapsed_time(last)
+        return float(first.elapsed_time(last))
 
     def _wait(self) -> None:
         if self.on_cuda:

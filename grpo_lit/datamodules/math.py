@@ -9,10 +9,11 @@ from typing import Any, Literal
 
 from lightning.pytorch import LightningDataModule
 
-from grpo_lit.datamodules.datasets import Row, dataset_spec, load_rows
+from grpo_lit.datamodules.datasets import dataset_spec, load_rows
 from grpo_lit.datamodules.loader import FixedBatches, PromptBatch, PromptLoader
 from grpo_lit.datamodules.order import SamplerConfig, epoch_generator, pool_order, shuffled, weighted_order
 from grpo_lit.datamodules.prompt_rows import Prompt, collate, numbered, split_rows
+from grpo_lit.datamodules.readers import Row
 from grpo_lit.datamodules.sent import stage_slice
 from grpo_lit.datamodules.sent_cache import (
     SentCache,

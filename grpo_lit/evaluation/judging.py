@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_lit.datamodules.datasets import Row
+from grpo_lit.datamodules.readers import Row
 from grpo_lit.rewards import compute_rewards, default_pool, resolve_reward
 from grpo_lit.rewards.functions import gold_text
 
@@ -46,7 +46,7 @@ def judge_samples(
         same: Callable[[str, str], bool] = default_pool().same
     else:
         rewards = _rewards(judge, completions, prompt, row)
-        kinds = ["correct" if reward > 0.5 else "wrong" for reward in rewards]  # type: ignore[misc]
+        kinds = ["correct" if reward > 0.5 else "wrong" for reward in rewards]
         answers, same = [text.strip() for text in completions], _equal_text
     classes = answer_classes(kinds, answers, same)
     formats: list[bool | None] = [None] * len(completions)

@@ -114,7 +114,7 @@ def _score(
     for name, metric in metrics.items():
         if name == "format_rate" and not asked:
             continue
-        table[name] = _interval(metric, confidence, seed)  # type: ignore[arg-type]
+        table[name] = _interval(metric, confidence, seed)
     counts: dict[str, int] = {}
     for key in keys:
         kind = verdicts[key]["kind"]

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from grpo_lit.datamodules.datasets import ALIASES, DATASETS, Row, dataset_spec, load_rows
+from grpo_lit.datamodules.datasets import ALIASES, DATASETS, dataset_spec, load_rows
+from grpo_lit.datamodules.readers import Row
 from grpo_lit.errors import UserError
 from grpo_lit.evaluation.config import FINAL_TESTS, TIERS, DatasetEntry, EvaluateConfig, ModelEntry, safe_name
 from grpo_lit.evaluation.models import read_run_config
@@ -63,7 +64,7 @@ def complete_config(config: EvaluateConfig) -> EvaluateConfig:
     """
     if config.run is not None:
         for which in ("base", "final", "best"):
-            config.models.setdefault(which, ModelEntry(run=config.run, which=which))  # type: ignore[arg-type]
+            config.models.setdefault(which, ModelEntry(run=config.run, which=which))
         config.datasets.setdefault("held_out", DatasetEntry(run=config.run))
     elif not config.datasets and config.tier is not None:
         names = [name for name in TIERS[config.tier].datasets if name in DATASETS]

@@ -193,7 +193,7 @@ def _(hidden: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> tuple[
 
 class _FusedLinearGRPO(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
@@ -215,7 +215,7 @@ class _FusedLinearGRPO(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dloss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dloss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         # Scaling in place marks the saved tensors as changed, so a second backward through them fails,
         # loudly.
         grads = [grad.detach() for grad in ctx.saved_tensors]

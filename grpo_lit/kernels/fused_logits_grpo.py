@@ -218,7 +218,7 @@ def _(logits, ids, old, adv, w, ref, scalars, tau, cap, vocab, impl, zero, want_
 
 class _FusedLogitsGRPO(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         logits: Tensor,
         inputs: TokenInputs,
@@ -239,7 +239,7 @@ class _FusedLogitsGRPO(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dloss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dloss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         # Scaling in place marks the saved tensor as changed, so a second backward through it fails, loudly.
         grad = ctx.saved_tensors[0].detach()
         torch.ops.grpo_lit.scale_(grad, dloss)

@@ -69,7 +69,8 @@ def grpo_token_loss(
     adv = advantages.detach().to(dtype)
     adv = adv.contiguous() if adv.shape != shape else two_d(adv).contiguous()
     tokens = two_d(logprobs).to(dtype).contiguous()
-    return _GRPOTokenLoss.apply(tokens, others[0], adv, others[1], others[2], scalars, chosen)
+    loss: Tensor = _GRPOTokenLoss.apply(tokens, others[0], adv, others[1], others[2], scalars, chosen)
+    return loss
 
 
 @torch.library.custom_op(
@@ -106,7 +107,7 @@ def _(logprobs, old, advantages, weights, ref, scalars, impl):  # type: ignore[n
 
 class _GRPOTokenLoss(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         logprobs: Tensor,
         old: Tensor | None,
@@ -116,13 +117,14 @@ class _GRPOTokenLoss(torch.autograd.Function):
         scalars: TokenScalars,
         impl: str,
     ) -> Tensor:
+        loss: Tensor
         loss, slope = torch.ops.grpo_lit.grpo_token_loss(logprobs, old, advantages, weights, ref, list(scalars), impl)
         ctx.save_for_backward(slope)
         return loss
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         # Scaling in place marks the saved tensor as changed, so a second backward through it fails, loudly.
         grad = ctx.saved_tensors[0].detach()
         torch.ops.grpo_lit.scale_(grad, dloss)

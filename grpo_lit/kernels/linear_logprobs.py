@@ -213,7 +213,7 @@ def _(hidden, weight, ids, bias, dlogprobs, dentropy, temperature, softcap, rows
 
 class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, ids: Tensor, bias: Tensor | None, options: HeadOptions
     ) -> tuple[Tensor, Tensor]:
         frozen_head = not (ctx.needs_input_grad[1] or ctx.needs_input_grad[3])
@@ -225,7 +225,7 @@ class _LinearLogprobs(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dlogprobs: Tensor | None, dentropy: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dlogprobs: Tensor | None, dentropy: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, ids, bias, jac = ctx.saved_tensors
         if dlogprobs is None:
             if dentropy is None:

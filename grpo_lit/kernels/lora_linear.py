@@ -81,7 +81,7 @@ def wide_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
 
 class _LoRALinear(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, x: Tensor, a: Tensor, b: Tensor, scaling: float, bias: Tensor | None, nf4: bool, *base: Any
     ) -> Tensor:
         with torch.autocast(x.device.type, enabled=False):
@@ -97,7 +97,7 @@ class _LoRALinear(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, a, b, low, *tensors = ctx.saved_tensors
         base = [*tensors, *ctx.numbers]
         dx = da = db = None

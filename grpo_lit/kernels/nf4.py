@@ -80,7 +80,8 @@ class Nf4Weight(NamedTuple):
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """(N, K) weights, computed in float32 and rounded once to ``dtype``."""
         if self.packed.is_cuda and resolve_impl("nf4_dequantize", None, self.packed.device) == "triton":
-            return torch.ops.grpo_lit.nf4_dequantize(*self, dtype)
+            dense: Tensor = torch.ops.grpo_lit.nf4_dequantize(*self, dtype)
+            return dense
         indices = torch.stack([self.packed >> 4, self.packed & 15], dim=1).flatten()
         values = self.code[indices.long()].view(-1, BLOCK) * self.block_scales()[:, None]
         return values.view(self.out_features, self.in_features).to(dtype)

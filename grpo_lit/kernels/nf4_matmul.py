@@ -38,7 +38,7 @@ def nf4_matmul(x: Tensor, weight: Nf4Weight, *, bias: Tensor | None = None, impl
         raise UserError("bias", tuple(bias.shape), f"({weight.out_features},)")
     chosen = resolve_impl("nf4_matmul", impl, x.device)
     rows = x.detach().reshape(-1, x.shape[-1])
-    out = torch.ops.grpo_lit.nf4_matmul(rows, *weight, bias, chosen)
+    out: Tensor = torch.ops.grpo_lit.nf4_matmul(rows, *weight, bias, chosen)
     return out.view(*x.shape[:-1], weight.out_features)
 
 

@@ -120,7 +120,8 @@ def _reference(
     page, slot = page[repeats], (at % PAGE)[repeats]
     for pages, new in ((k_pages, k), (v_pages, v)):
         pages[page, :, slot] = torch.where(written.any(), new[repeats].to(pages.dtype), pages[page, :, slot])
-    return q.contiguous()
+    turned: Tensor = q.contiguous()
+    return turned
 
 
 def _rotate(u: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -104,7 +104,7 @@ def tile_mlps(model: nn.Module, tokens: int) -> int:
     if not mlps:
         raise UserError("model.policy.mlp_tile_tokens", tokens, "null: the layers of this model have no mlp")
     for mlp in mlps:
-        mlp.forward = _TiledForward(mlp, tokens)  # type: ignore[method-assign]
+        mlp.forward = _TiledForward(mlp, tokens)
     return len(mlps)
 
 

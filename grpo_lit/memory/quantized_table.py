@@ -82,7 +82,7 @@ class QuantizedTable(nn.Module):
         if self.kind == "int8":
             return (packed.float() * scales).to(self.dtype)
         indices = torch.stack([packed >> 4, packed & 15], dim=-1).flatten(-2)  # (..., H)
-        values = self.code[indices.int()].unflatten(-1, (-1, BLOCK)) * scales.unsqueeze(-1)
+        values: Tensor = self.code[indices.int()].unflatten(-1, (-1, BLOCK)) * scales.unsqueeze(-1)
         return values.flatten(-2).to(self.dtype)
 
 

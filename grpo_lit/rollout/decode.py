@@ -141,7 +141,7 @@ class DecodeStep:
             return sample_token(logits, uniform, temperature=temperature, impl=self.impl)
         scores: Any = logits.float() / temperature
         for warper in self._warpers:
-            scores = warper(None, scores)  # type: ignore[arg-type]
+            scores = warper(None, scores)
         logprobs = scores.log_softmax(dim=-1)
         ids = sample_tokens(logprobs, uniform)
         return ids, logprobs.gather(-1, ids.unsqueeze(-1)).squeeze(-1)

@@ -68,7 +68,7 @@ class GraphEngine:
         self.use_graphs = on_cuda if use_graphs is None else use_graphs
         self.impl = impl
         self.eos_token_ids = eos_token_ids(policy, tokenizer)
-        self.pad_token_id = int(tokenizer.pad_token_id)  # type: ignore[arg-type]
+        self.pad_token_id = int(tokenizer.pad_token_id)
         self.stats = RolloutStats(weight_bytes=read_model(policy).weight_bytes)
         self._warm: set[object] = set()
         self._held: tuple[object, DecodeBuffers, GraphRunner] | None = None

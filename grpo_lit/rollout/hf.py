@@ -47,7 +47,7 @@ class HFEngine:
         self.batch_size: int | None = batch_size
         self.claim: Claim | None = None
         self.eos_token_ids = eos_token_ids(policy, tokenizer)
-        self.pad_token_id = int(tokenizer.pad_token_id)  # type: ignore[arg-type]
+        self.pad_token_id = int(tokenizer.pad_token_id)
 
     def generate(
         self,
@@ -194,4 +194,4 @@ class _AnswerCriteria(StoppingCriteria):
 def eos_token_ids(policy: Policy, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Every token that ends a completion: the tokenizer's EOS and those of the model's generation config."""
     configured = policy.eos_token_ids
-    return sorted({int(tokenizer.eos_token_id), *configured})  # type: ignore[arg-type]
+    return sorted({int(tokenizer.eos_token_id), *configured})

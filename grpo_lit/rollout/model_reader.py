@@ -251,7 +251,7 @@ def _norm(module: nn.Module) -> Norm:
     return Norm(
         weight.detach(),
         bias.detach() if isinstance(bias, Tensor) else None,
-        float(getattr(module, "eps", 0.0) if eps is None else eps),  # type: ignore[arg-type]
+        float(getattr(module, "eps", 0.0) if eps is None else eps),
     )
 
 

@@ -66,4 +66,4 @@ def copy_bandwidth(device: torch.device, num_bytes: int = 1 << 27) -> float:
         last.record()
         last.synchronize()
         times.append(first.elapsed_time(last))
-    return 2 * num_bytes / min(times) * 1e3
+    return 2 * num_bytes / float(min(times)) * 1e3

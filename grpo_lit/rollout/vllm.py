@@ -79,7 +79,7 @@ class VLLMEngine:
         self.backend, self.tokenizer, self.policy = backend, tokenizer, policy
         self.batch_size: int | None = batch_size
         self.eos_token_ids = list(stop_ids)
-        self.pad_token_id = int(tokenizer.pad_token_id)  # type: ignore[arg-type]
+        self.pad_token_id = int(tokenizer.pad_token_id)
         self.last_probe: ProbeReport | None = None
         self.handover_seconds = 0.0
         self._folders: AdapterFolders | None = None

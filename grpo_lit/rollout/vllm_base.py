@@ -202,7 +202,7 @@ def cache_root(cache: str | Path | None) -> Path:
 
 def main(arguments: list[str] | None = None) -> int:
     """Write a base for a server and print the command that serves it."""
-    parser = argparse.ArgumentParser(prog="python -m grpo_lit.rollout.vllm_base", description=__doc__.split("\n")[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(prog="python -m grpo_lit.rollout.vllm_base", description=__doc__.split("\n")[0])
     parser.add_argument("path", help="model.policy.path of the run")
     parser.add_argument("--dtype", default="bf16", choices=["bf16", "fp16", "fp32"], help="model.policy.dtype")
     parser.add_argument("--quantization", default=None, choices=["nf4"], help="model.policy.quantization")

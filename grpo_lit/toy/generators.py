@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 
 class MersenneTwister:
@@ -24,7 +25,8 @@ class MersenneTwister:
         # the full range takes one word of the generator each, unchanged
         words = self._state.randint(0, 2**32, size=(count, 2), dtype=np.uint32).astype(np.float64)
         uniforms = (words[:, 0] + words[:, 1] * 2.0**32) / 2.0**64
-        return np.minimum(uniforms, np.nextafter(1.0, 0.0))
+        below_one: NDArray[np.float64] = np.minimum(uniforms, np.nextafter(1.0, 0.0))
+        return below_one
 
 
 class TorchUniforms:

@@ -181,7 +181,7 @@ def _group_updates(policy: LengthPolicy, continues: Tensor, alpha: float) -> Ten
     group_ids = torch.arange(groups).repeat_interleave(group_size)
     advantages = config.group_advantages(policy.rewards(mask).float(), group_ids)
     # Any divisor will do, it is taken out again below; a power of two leaves the float32 weights unrounded.
-    divisor = 2 ** (groups * group_size).bit_length()
+    divisor = 1 << (groups * group_size).bit_length()
     weights = config.token_weights(mask, group_ids, num_rows=divisor)
     logprobs = policy.logprobs(continued).detach().float().requires_grad_()
     output = grpo_loss(logprobs, logprobs.detach(), advantages, weights, mask, config=config)

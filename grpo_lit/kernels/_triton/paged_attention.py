@@ -122,7 +122,7 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
 def default_splits(rows: int, kv_heads: int, max_blocks: int, multiprocessors: int = 132) -> int:
     """Programs a row and group: a power of 2, about two a multiprocessor in all, about two blocks each at the end."""
     wanted = max(1, 2 * multiprocessors // (rows * kv_heads))
-    return min(1 << (wanted.bit_length() - 1), max(1, triton.next_power_of_2(max_blocks) // 2), 32)
+    return min(1 << (wanted.bit_length() - 1), max(1, int(triton.next_power_of_2(max_blocks)) // 2), 32)
 
 
 def attend(
