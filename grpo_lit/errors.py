@@ -60,6 +60,8 @@ def typed_names(names: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     except UserError as error:
+        if type(error) is not UserError:  # a parser's own words
+            raise
         name = _typed(error.argument, names)
         if name == error.argument and "" in names:
             name = f"{names['']}.{name}"
@@ -73,6 +75,8 @@ def _typed(text: str, names: Mapping[str, str]) -> str:
     for known, typed in names.items():
         if text == known:
             return typed
+        if "." in known:  # a bare word may be one of the sentence
+            text = re.sub(rf"(?<![\w.]){re.escape(known)}(?![\w.]*\w)", typed, text)
         if known:
             text = re.sub(rf"(?<![\w.]){re.escape(known)}\.(?=\w)", f"{typed}." if typed else "", text)
     return text

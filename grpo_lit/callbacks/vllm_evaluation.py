@@ -15,7 +15,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from typing_extensions import override
 
 from grpo_lit.checkpoint import rng_state, set_rng_state
-from grpo_lit.errors import UserError
+from grpo_lit.errors import UserError, typed_names
 from grpo_lit.lora import save_adapter
 
 if TYPE_CHECKING:
@@ -89,6 +89,10 @@ class VLLMEvaluation(Callback):
             raise UserError("VLLMEvaluation.every_n_rollout_steps", every_n_rollout_steps, "at least 1, or null")
         if every_n_rollout_steps is None and not before_training and not at_end:
             raise UserError("VLLMEvaluation.at_end", at_end, "true, where nothing else says when to evaluate")
+        if not 0 < memory_share <= 1:
+            raise UserError("VLLMEvaluation.memory_share", memory_share, "a number above 0 and at most 1")
+        if not timeout_s > 0:
+            raise UserError("VLLMEvaluation.timeout_s", timeout_s, "a number of seconds above 0")
         if python is not None and shutil.which(python) is None:
             raise UserError("VLLMEvaluation.python", python, "an interpreter that there is")
         self.every_n_rollout_steps, self.before_training, self.at_end = every_n_rollout_steps, before_training, at_end
@@ -111,19 +115,32 @@ class VLLMEvaluation(Callback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Read the datasets, before the model loads."""
-        from grpo_lit.evaluation.config import DatasetEntry, EvaluateConfig
-        from grpo_lit.evaluation.tasks import check_selection, load_tasks
+        """Read the datasets, before the model loads, where no command has had it done."""
+        if stage == "fit" and self._config is None:
+            self.check_before_run(trainer, cast("GRPOModule", pl_module))
 
-        if stage != "fit":
-            return
-        module = cast("GRPOModule", pl_module)
-        try:
-            entries = {label: DatasetEntry(**dict(entry)) for label, entry in self.settings["datasets"].items()}
-        except TypeError as error:
-            raise UserError("VLLMEvaluation.datasets", self.settings["datasets"], f"its settings ({error})") from error
+    def check_before_run(self, trainer: Trainer, module: GRPOModule) -> None:
+        """Read the datasets, and see that they can be answered.
+
+        Raises:
+            UserError: bad settings or data, an engine that is not installed, or answers longer than the model takes.
+            SystemFault: the hub can't be reached.
+        """
+        with typed_names({"": "VLLMEvaluation"}), typed_names({"model.rollout.engine": "engine"}):
+            if self.engine == "vllm" and (self.process == "inside" or self.python is None):
+                module.rollout_config.vllm.check_installed()
+            self._read_datasets(trainer, module)
+
+    def _read_datasets(self, trainer: Trainer, module: GRPOModule) -> None:
+        from grpo_lit.evaluation.config import EvaluateConfig, dataset_entry
+        from grpo_lit.evaluation.models import ResolvedModel, positions_of
+        from grpo_lit.evaluation.tasks import check_lengths, check_selection, load_tasks
+
+        entries = {label: dataset_entry(label, entry) for label, entry in self.settings["datasets"].items()}
         self._config = EvaluateConfig(**{**self.settings, "datasets": entries}, seed=module.seed)
         self._tasks = load_tasks(self._config)
+        positions = positions_of(ResolvedModel(module.policy_config))
+        check_lengths(self._config, self._tasks, module.encoder, positions)
         for checkpoint in trainer.checkpoint_callbacks:
             monitor = getattr(checkpoint, "monitor", None) or ""
             label, _, metric = monitor.removeprefix("eval/").partition("/")

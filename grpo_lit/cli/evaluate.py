@@ -11,15 +11,15 @@ from typing import Any
 
 from grpo_lit.cli.parser import CLIParser, resolve_config_names
 from grpo_lit.cli.train import quiet_third_parties
-from grpo_lit.errors import UserError
+from grpo_lit.errors import UserError, typed_names
 from grpo_lit.evaluation.config import EvaluateConfig
 from grpo_lit.evaluation.metrics import evaluation_metrics
-from grpo_lit.evaluation.models import ResolvedModel, pick_device, resolve_model
+from grpo_lit.evaluation.models import ResolvedModel, encoder_of, pick_device, positions_of, resolve_model
 from grpo_lit.evaluation.report import write_reports
 from grpo_lit.evaluation.runner import cells_of, engine_name, run_evaluation
 from grpo_lit.evaluation.store import ResultStore, write_text
 from grpo_lit.evaluation.summary import Summary, summarise, write_tables
-from grpo_lit.evaluation.tasks import Task, check_selection, complete_config, load_tasks
+from grpo_lit.evaluation.tasks import Task, check_lengths, check_selection, complete_config, load_tasks
 from grpo_lit.evaluation.versions import versions
 from grpo_lit.paths import output_folder
 
@@ -29,11 +29,23 @@ LOWER_IS_BETTER = ("unparsable_rate", "truncation_rate", "tokens_per_correct")
 def main(arguments: Sequence[str]) -> int:
     """Parse, evaluate what is missing, and write tables and reports."""
     quiet_third_parties()
-    config = parse(arguments)
+    with typed_names({"models.path": "models", "model.rollout": ""}):
+        return evaluate(parse(arguments))
+
+
+def evaluate(config: EvaluateConfig) -> int:
+    """Check everything cheap, evaluate what is missing, and write tables and reports."""
+    if config.engine == "vllm":
+        config.vllm.check_installed()
+    folder = output_folder(config.output, "output")
     device = pick_device(config.device)
     complete_config(config)
+    if config.run is not None and "best" not in config.models:
+        print(f"note: {config.run} kept no best checkpoint: its base and final weights are evaluated")
     models = {label: resolve_model(label, entry, device) for label, entry in config.models.items()}
     tasks = load_tasks(config)
+    for model in models.values():
+        check_lengths(config, tasks, encoder_of(model), positions_of(model))
     check_selection(config.select_by, tasks, allow_on_test=config.allow_selection_on_test)
     if config.select_by is not None:
         label, _, metric = config.select_by.partition("/")
@@ -41,7 +53,6 @@ def main(arguments: Sequence[str]) -> int:
         names = {str(name) for size in sizes for name in evaluation_metrics(size)}
         if metric not in names:
             raise UserError("select_by", config.select_by, f"a metric of {label}: {', '.join(sorted(names))}")
-    folder = output_folder(config.output, "output")
     if config.overwrite and (folder / "cells.json").exists():
         print(f"the earlier results in {folder} are kept in {set_aside(folder)}")
     store = ResultStore(folder)

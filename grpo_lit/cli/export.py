@@ -8,7 +8,7 @@ from pathlib import Path
 from grpo_lit.callbacks.metrics_file import read_metrics
 from grpo_lit.cli.parser import CLIParser
 from grpo_lit.cli.train import quiet_third_parties
-from grpo_lit.errors import UserError
+from grpo_lit.errors import UserError, typed_names
 from grpo_lit.evaluation.config import ModelEntry
 from grpo_lit.evaluation.model_card import model_card
 from grpo_lit.evaluation.models import read_run_config, resolve_model
@@ -47,7 +47,14 @@ def main(arguments: Sequence[str]) -> int:
         raise UserError("evaluation", options.evaluation, "a folder of grpo-lit evaluate")
     fields = ("path", "adapter", "ckpt_path", "run", "which")
     entry = ModelEntry(**{name: options[name] for name in fields})
-    resolved = resolve_model("export", entry, "cpu")
+    if entry.run is None and entry.path is None and entry.adapter is None:
+        raise UserError("run", None, "a run folder, or --adapter of an adapter, or --path and --ckpt_path")
+    if entry.run is not None and (entry.path or entry.adapter or entry.ckpt_path):
+        raise UserError("run", entry.run, "null where path, adapter or ckpt_path is given: one of them")
+    with typed_names({"models.export": ""}):
+        resolved = resolve_model("export", entry, "cpu")
+    if options.to == "adapter" and resolved.adapter is None and resolved.ckpt_path is None:
+        raise UserError("to", "adapter", "merged: these weights have no adapter")
     differences: dict[str, Difference] = {}
     if options.to == "adapter":
         export_adapter(resolved, folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 from collections.abc import Sequence
@@ -13,19 +14,27 @@ import torch
 from numpy.typing import NDArray
 from transformers import GenerationConfig, LogitsProcessorList, TextStreamer
 
-from grpo_lit.checkpoint import KEY, check_compatible, read_checkpoint
 from grpo_lit.cli.parser import CLIParser
 from grpo_lit.cli.train import quiet_third_parties
-from grpo_lit.errors import UserError
+from grpo_lit.datamodules.readers import read_text
+from grpo_lit.errors import UserError, typed_names
 from grpo_lit.evaluation.config import ModelEntry, Which
-from grpo_lit.evaluation.models import load_model, pick_device, resolve_model
-from grpo_lit.lora import LoRAConfig, load_adapter, read_adapter_config
-from grpo_lit.model_source import load_model_config, resolve_model_source
-from grpo_lit.policy import Policy, PolicyConfig, load_policy
-from grpo_lit.prompts import Message, PromptEncoder, load_tokenizer
+from grpo_lit.evaluation.models import (
+    ResolvedModel,
+    checked,
+    encoder_of,
+    load_model,
+    pick_device,
+    positions_of,
+    resolve_model,
+)
+from grpo_lit.lora import read_adapter_config
+from grpo_lit.policy import Policy, PolicyConfig
+from grpo_lit.prompts import Message, PromptEncoder
 from grpo_lit.rollout import RolloutConfig, SamplingConfig, SeededSampler, build_engine, row_keys, uniforms
 from grpo_lit.rollout.hf import eos_token_ids
 from grpo_lit.rollout.registry import ENGINES
+from grpo_lit.rollout.vllm_config import INSTALL
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -55,18 +64,31 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_class_arguments(PolicyConfig, "policy", instantiate=True, skip={"path"})
     parser.add_argument("--policy.path", type=str | None, default=None, help="Base model; an adapter names its own.")
     parser.add_class_arguments(SamplingConfig, "sampling", instantiate=True)
-    options = parser.instantiate_classes(parser.parse_args(_as_list(arguments)))
+    names = {"models.run.run": "run", "models.run.path": "run", "models.run": "", "model.policy": "policy"}
+    with typed_names(names):
+        return generate(parser.instantiate_classes(parser.parse_args(_as_list(arguments))))
+
+
+def generate(options: Any) -> int:
+    """Check, load and answer."""
     check_options(options)
     conversations = read_messages(options.messages)
     prompts = options.prompt or ([] if conversations else [line.rstrip("\n") for line in sys.stdin if line.strip()])
     if not prompts and not conversations:
         raise UserError("prompt", [], "at least one prompt, here or on standard input")
-    if options.run is not None:
-        policy, encoder = load_run(options.run, options.which, options.device)
-    else:
-        policy, encoder = load(options.policy, options.adapter, options.ckpt_path, options.device)
+    where = pick_device(options.device)
+    resolved = resolve(options, where)
+    encoder, positions = encoder_of(resolved), positions_of(resolved)
     texts = [render(prompt, encoder, options.chat, options.system_prompt) for prompt in prompts]
     texts += [render_messages(messages, encoder) for messages in conversations]
+    length = options.sampling.max_completion_length
+    longest = max(len(encoder.encode(text)) for text in texts)
+    if positions is not None and length == SamplingConfig().max_completion_length:  # nobody asked for so many
+        length = options.sampling.max_completion_length = max(1, min(length, positions - longest))
+    if positions is not None and longest + length > positions:
+        accepted = f"at most {positions - longest}: the model has {positions} positions, the longest prompt {longest}"
+        raise UserError("sampling.max_completion_length", length, accepted)
+    policy, _ = load_model(resolved, where)
     stream = sys.stdout.isatty() if options.stream is None else options.stream
     answer(texts, policy, encoder, options, stream=stream and options.samples == 1 and options.engine == "hf")
     return 0
@@ -79,12 +101,18 @@ def check_options(options: Any) -> None:
         UserError: a number out of range, or an unknown engine or device.
     """
     options.sampling.validate("sampling")
+    if options.seed < 0:
+        raise UserError("seed", options.seed, "a whole number of at least 0")
     if options.samples < 1:
         raise UserError("samples", options.samples, "at least 1")
     if options.engine not in ENGINES:
         raise UserError("engine", options.engine, f"one of {', '.join(ENGINES)}")
+    if options.engine == "vllm" and importlib.util.find_spec("vllm") is None:
+        raise UserError("engine", "vllm", f"hf or graph where vLLM is not installed; it is an extra ({INSTALL})")
     if options.which not in get_args(Which):
         raise UserError("which", options.which, f"one of {', '.join(get_args(Which))}")
+    if options.adapter is not None and options.ckpt_path is not None:
+        raise UserError("ckpt_path", options.ckpt_path, "null where adapter is given: one of the two")
     if options.run is not None and (options.adapter is not None or options.ckpt_path is not None):
         name = "adapter" if options.adapter is not None else "ckpt_path"
         raise UserError(name, getattr(options, name), "null where run is given: one of the two")
@@ -152,7 +180,7 @@ def read_messages(path: str | None) -> list[list[Message]]:
     if not Path(path).is_file():
         raise UserError("messages", path, "an existing file")
     found = []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").split("\n"), start=1):
+    for number, line in enumerate(read_text(Path(path), "messages").split("\n"), start=1):
         if not line.strip():
             continue
         try:
@@ -170,12 +198,6 @@ def render_messages(messages: list[Message], encoder: PromptEncoder) -> str:
     return encoder.render_chat(messages)
 
 
-def load_run(run: str, which: str, device: str | None) -> tuple[Policy, PromptEncoder]:
-    """The weights of a run."""
-    where = pick_device(device)
-    return load_model(resolve_model("run", ModelEntry(run=run, which=which), where), where)  # type: ignore[arg-type]
-
-
 def _as_list(arguments: Sequence[str]) -> list[str]:
     """Let ``--prompt TEXT`` be given several times, as a list: jsonargparse appends with ``--prompt+``."""
     fixed: list[str] = []
@@ -189,39 +211,26 @@ def _as_list(arguments: Sequence[str]) -> list[str]:
     return fixed
 
 
-def load(
-    policy: PolicyConfig, adapter: str | None, ckpt_path: str | None, device: str | None
-) -> tuple[Policy, PromptEncoder]:
-    """The policy with the adapter or checkpoint in it.
+def resolve(options: Any, device: str) -> ResolvedModel:
+    """Find base, adapter, checkpoint or run, without loading a weight.
 
     Raises:
-        UserError: no base model, both an adapter and a checkpoint, or one that does not fit the base.
+        UserError: no base model, both an adapter and a checkpoint, or what is not there or does not belong together.
     """
-    if adapter is not None and ckpt_path is not None:
-        raise UserError("ckpt_path", ckpt_path, "null where adapter is given: one of the two")
-    lora: LoRAConfig | None = None
-    state: dict[str, torch.Tensor] | None = None
-    if adapter is not None:
-        config = read_adapter_config(adapter, argument="adapter")
+    if options.run is not None:
+        return resolve_model("run", ModelEntry(run=options.run, which=options.which), device)
+    policy: PolicyConfig = options.policy
+    resolved = ResolvedModel(policy)
+    if options.adapter is not None:
+        config = read_adapter_config(options.adapter, argument="adapter")
         policy.path = policy.path or config["base_model_name_or_path"]
-        lora = LoRAConfig(config["r"], config["lora_alpha"], list(config["target_modules"]))
+        resolved.adapter = Path(options.adapter)
     if policy.path is None:
         raise UserError("policy.path", None, "the base model, or an adapter that names it")
-    source = resolve_model_source(policy.path, argument="policy.path")
-    if ckpt_path is not None:
-        checkpoint = read_checkpoint(Path(ckpt_path))
-        entry = checkpoint.get(KEY) or {}
-        lora = LoRAConfig(**entry["lora"]) if entry.get("lora") else None
-        check_compatible(entry, load_model_config(source), lora, ckpt_path)
-        state = {name.removeprefix("policy."): value for name, value in checkpoint["state_dict"].items()}
-    encoder = PromptEncoder(load_tokenizer(source, argument="policy.path"))
-    where = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    loaded = load_policy(policy, lora, device=where)
-    if adapter is not None:
-        load_adapter(loaded.model, adapter)
-    if state is not None:
-        loaded.load_state_dict(state, strict=False)
-    return loaded, encoder
+    if options.ckpt_path is not None:
+        resolved.ckpt_path = Path(options.ckpt_path)
+    with typed_names({"base.path": "policy.path", "base.adapter": "adapter"}):
+        return checked("base", resolved)
 
 
 def render(prompt: str, encoder: PromptEncoder, chat: bool | None, system_prompt: str | None) -> str:

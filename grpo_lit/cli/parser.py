@@ -12,9 +12,11 @@ from typing import Any, NoReturn
 
 import torch
 import yaml  # type: ignore[import-untyped]
+from jsonargparse import ArgumentParser
 from lightning.pytorch import Callback
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from grpo_lit.callbacks import (
     AdapterExport,
@@ -33,6 +35,7 @@ from grpo_lit.datamodules import MathDataModule
 from grpo_lit.errors import UserError
 from grpo_lit.lora import LoRAConfig
 from grpo_lit.module import GRPOModule
+from grpo_lit.paths import output_folder
 
 # Sections that can't be null; their keys have defaults.
 _SECTIONS = (
@@ -47,6 +50,9 @@ _SECTIONS = (
     "model.validation",
     "model.validation.sampling",
 )
+
+
+_NEW_NAMES = hasattr(ArgumentParser, "instantiate")  # jsonargparse 4.49
 
 
 class ParseError(UserError):
@@ -70,7 +76,18 @@ class CLIParser(LightningArgumentParser):
             if isinstance(cause, UserError):
                 raise cause
             cause = cause.__cause__ or cause.__context__
-        raise ParseError(_with_suggestion(self, tidy(message))) from ex
+        raise ParseError(_with_suggestion(self, _whole_name(self, tidy(message)))) from ex
+
+    def dump(self, *args: Any, **kwargs: Any) -> str:
+        """As jsonargparse's; ``skip_none``, which Lightning passes, has another name from its version 4.49 on."""
+        if "skip_none" in kwargs and _NEW_NAMES:
+            kwargs["skip_unset"] = kwargs.pop("skip_none")
+        return str(super().dump(*args, **kwargs))
+
+    def instantiate_classes(self, *args: Any, **kwargs: Any) -> Any:
+        """As jsonargparse's, by its name of today; Lightning calls the old one."""
+        made = super().instantiate if _NEW_NAMES else super().instantiate_classes
+        return made(*args, **kwargs)
 
 
 def tidy(message: str) -> str:
@@ -87,6 +104,14 @@ def tidy(message: str) -> str:
     text = re.sub(r"<class '(?:\w+\.)*(\w+)'>", r"\1", text)
     text = re.sub(r"(?:typing\.)?Literal\[([^]]*)\]", lambda match: match.group(1).replace("'", ""), text)
     return re.sub(r'^"([\w.]+)": ', r"\1: ", text)
+
+
+def _whole_name(parser: LightningArgumentParser, message: str) -> str:
+    """A data module is parsed as a whole, and its keys are called as if there were no section around them."""
+    root = message.partition(":")[0].partition(".")[0]
+    if {"data", root} & {action.dest for action in parser._actions} == {"data"}:
+        return f"data.{message}" if root in inspect.signature(MathDataModule).parameters else message
+    return message
 
 
 def _with_suggestion(parser: LightningArgumentParser, message: str) -> str:
@@ -111,6 +136,14 @@ def _with_suggestion(parser: LightningArgumentParser, message: str) -> str:
     close = difflib.get_close_matches(unknown, list(names), n=1, cutoff=0.5)
     hint = f"did you mean {names[close[0]]}?" if close else "--help lists what is accepted"
     return f"unknown argument {unknown} ({message.rstrip('.')}); {hint}"
+
+
+def _trainer_mistake(config: Any, message: str) -> UserError:
+    """What Lightning says of a setting of its trainer, under the name that it gives in backticks."""
+    name = next((name for name in re.findall(r"`(\w+)", message) if name in config), None)
+    if name is None:
+        return UserError("trainer", message, "settings that Trainer takes")
+    return UserError(f"trainer.{name}", config[name], f"a setting that Trainer takes ({message.rstrip('.')})")
 
 
 def shipped_configs() -> dict[str, Path]:
@@ -236,6 +269,7 @@ class GRPOCLI(LightningCLI):
         config = self.config_init["trainer"]
         root = str(config["default_root_dir"] or "runs/default")
         config["default_root_dir"] = root
+        output_folder(root, "trainer.default_root_dir")
         if config.get("logger") in (None, True):
             config["logger"] = TensorBoardLogger(root, name="tensorboard", version="")
         plugins = config.get("plugins") or []
@@ -252,8 +286,14 @@ class GRPOCLI(LightningCLI):
             return super().instantiate_trainer(**kwargs)
         except UserError:
             raise
+        except MisconfigurationException as error:
+            if config["devices"] not in (0, "0", [], ""):
+                raise
+            raise UserError(
+                "trainer.devices", config["devices"], "at least 1 device, a list of them, or auto"
+            ) from error
         except (TypeError, ValueError) as error:  # a strategy, accelerator or number of devices that there is not
-            raise UserError("trainer", " ".join(str(error).split()), "settings that Trainer takes") from error
+            raise _trainer_mistake(config, " ".join(str(error).split())) from error
 
     def _memory_guards(self, trainer: Any) -> list[type[Callback]]:
         """`OOMReplay` and `AdaptiveMicroBatch` where they are wanted and the user's callbacks have none."""
@@ -269,6 +309,4 @@ class GRPOCLI(LightningCLI):
 
     def dump(self) -> str:
         """The resolved configuration as YAML."""
-        text = self.parser.dump(self.config, skip_none=False, format="yaml")
-        assert isinstance(text, str)
-        return text
+        return str(self.parser.dump(self.config, skip_none=False, format="yaml"))

@@ -8,6 +8,7 @@ Takes the configuration that will be trained, so that model, template and prompt
 
 from __future__ import annotations
 
+import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -95,7 +96,7 @@ def main(arguments: Sequence[str]) -> int:
     print(table)
     print(
         f"cache: {path} ({path.with_suffix('.md').name}, {path.with_suffix('.png').name}); use it with "
-        f"grpo-lit fit ... --data.sent_cache {path}"
+        f"grpo-lit fit ... --data.sent_cache {shlex.quote(str(path))}"
     )
     return 0
 

@@ -37,7 +37,7 @@ def read_file(path: str, split: str, *, argument: str = "data.path") -> list[Row
         raise UserError(argument, path, _ACCEPTED)
     if file.suffix == ".parquet":
         return _read_parquet(file, argument)
-    text = _read_text(file, argument)
+    text = read_text(file, argument)
     if file.suffix == ".csv":
         return _read_csv(text, str(file), argument)
     if text.lstrip().startswith("["):
@@ -49,7 +49,12 @@ def read_file(path: str, split: str, *, argument: str = "data.path") -> list[Row
     ]
 
 
-def _read_text(file: Path, argument: str) -> str:
+def read_text(file: Path, argument: str) -> str:
+    """The text of a file in UTF-8.
+
+    Raises:
+        UserError: it is none, or can't be read.
+    """
     try:
         return file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:

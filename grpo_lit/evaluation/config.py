@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from grpo_lit.errors import UserError
+from grpo_lit.errors import UserError, typed_names
 from grpo_lit.rollout import SamplingConfig
 from grpo_lit.rollout.vllm_config import VLLMConfig
 
@@ -159,9 +160,12 @@ class EvaluateConfig:
                 value = getattr(entry, name)
                 if value is not None and value < 1:
                     raise UserError(f"datasets.{label}.{name}", value, "a whole number of at least 1")
-        SamplingConfig(self.temperature, self.top_p).validate("evaluate")
+        with typed_names({"evaluate": ""}):
+            SamplingConfig(self.temperature, self.top_p).validate("evaluate")
         if self.temperature == 0:
             raise UserError("temperature", 0.0, "above 0 for the sampled protocol; protocol: deterministic is greedy")
+        if self.seed < 0:
+            raise UserError("seed", self.seed, "a whole number of at least 0")
         if not 0 < self.confidence < 1:
             raise UserError("confidence", self.confidence, "a number between 0 and 1")
 
@@ -190,6 +194,23 @@ class EvaluateConfig:
         if protocol == "deterministic":
             return SamplingConfig(temperature=0.0, max_completion_length=length)
         return SamplingConfig(self.temperature, self.top_p, max_completion_length=length)
+
+
+def dataset_entry(label: str, given: Mapping[str, Any] | None) -> DatasetEntry:
+    """An entry from settings that no parser has seen.
+
+    Raises:
+        UserError: a setting that there is not, or a value of another type.
+    """
+    kinds = {name: get_args(kind) for name, kind in get_type_hints(DatasetEntry).items()}
+    for name, value in (given or {}).items():
+        if name not in kinds:
+            raise UserError(f"datasets.{label}.{name}", value, f"one of the settings {', '.join(kinds)}")
+        classes = [get_origin(kind) or kind for kind in kinds[name]]
+        if type(value) not in classes:
+            accepted = " or ".join("null" if kind is type(None) else kind.__name__ for kind in classes)
+            raise UserError(f"datasets.{label}.{name}", value, accepted)
+    return DatasetEntry(**(given or {}))
 
 
 def safe_name(label: str, argument: str) -> str:

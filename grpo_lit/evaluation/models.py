@@ -101,7 +101,7 @@ def resolve_model(label: str, entry: ModelEntry, device: str) -> ResolvedModel:
         if entry.path is None:
             raise UserError(f"{where}.path", None, "the base model of the checkpoint")
         resolved.ckpt_path = Path(entry.ckpt_path)
-    return _checked(where, resolved)
+    return checked(where, resolved)
 
 
 def _policy_config(entry: ModelEntry, path: str | None, device: str) -> PolicyConfig:
@@ -128,10 +128,10 @@ def _of_run(where: str, entry: ModelEntry, run: Path) -> ResolvedModel:
     elif entry.which == "best":
         resolved.ckpt_path = best_checkpoint(run, argument=f"{where}.run")
         resolved.selection_source = "in-training validation"
-    return _checked(where, resolved)
+    return checked(where, resolved)
 
 
-def _checked(where: str, resolved: ResolvedModel) -> ResolvedModel:
+def checked(where: str, resolved: ResolvedModel) -> ResolvedModel:
     """See that base, adapter and checkpoint are there and belong together."""
     config = load_model_config(resolve_model_source(resolved.policy.path, argument=f"{where}.path"))
     if resolved.adapter is not None and not (resolved.adapter / ADAPTER_WEIGHTS).is_file():
@@ -143,14 +143,26 @@ def _checked(where: str, resolved: ResolvedModel) -> ResolvedModel:
     return resolved
 
 
+def encoder_of(resolved: ResolvedModel) -> PromptEncoder:
+    """How prompts become tokens; loads no weight."""
+    source = resolve_model_source(resolved.policy.tokenizer or resolved.policy.path)
+    return PromptEncoder(load_tokenizer(source), resolved.chat_template_kwargs)
+
+
+def positions_of(resolved: ResolvedModel) -> int | None:
+    """Tokens that the model takes, prompt and answer together; None where it says nothing of it."""
+    config = load_model_config(resolve_model_source(resolved.policy.path))
+    positions = getattr(config, "max_position_embeddings", None)
+    return positions if isinstance(positions, int) else None
+
+
 def load_model(resolved: ResolvedModel, device: str) -> tuple[Policy, PromptEncoder]:
     """The policy, adapter or checkpoint in it, and its encoder.
 
     Raises:
         UserError: an adapter or a checkpoint that does not fit the base.
     """
-    source = resolve_model_source(resolved.policy.tokenizer or resolved.policy.path)
-    encoder = PromptEncoder(load_tokenizer(source), resolved.chat_template_kwargs)
+    encoder = encoder_of(resolved)
     lora: LoRAConfig | None = None
     state: dict[str, torch.Tensor] | None = None
     if resolved.adapter is not None:

@@ -9,9 +9,9 @@ from typing import Any
 
 from grpo_lit.datamodules.datasets import ALIASES, DATASETS, dataset_spec, load_rows
 from grpo_lit.datamodules.readers import Row
-from grpo_lit.errors import UserError
+from grpo_lit.errors import UserError, typed_names
 from grpo_lit.evaluation.config import FINAL_TESTS, TIERS, DatasetEntry, EvaluateConfig, ModelEntry, safe_name
-from grpo_lit.evaluation.models import read_run_config
+from grpo_lit.evaluation.models import best_checkpoint, read_run_config
 from grpo_lit.prompts import PromptEncoder, prefilled_tail
 from grpo_lit.rewards import resolve_reward
 
@@ -64,7 +64,8 @@ def complete_config(config: EvaluateConfig) -> EvaluateConfig:
     """
     if config.run is not None:
         for which in ("base", "final", "best"):
-            config.models.setdefault(which, ModelEntry(run=config.run, which=which))
+            if which != "best" or has_best(config.run):
+                config.models.setdefault(which, ModelEntry(run=config.run, which=which))
         config.datasets.setdefault("held_out", DatasetEntry(run=config.run))
     elif not config.datasets and config.tier is not None:
         names = [name for name in TIERS[config.tier].datasets if name in DATASETS]
@@ -80,6 +81,15 @@ def complete_config(config: EvaluateConfig) -> EvaluateConfig:
     return config
 
 
+def has_best(run: str) -> bool:
+    """Whether a run kept its best checkpoint: one without held-out prompts has none."""
+    try:
+        best_checkpoint(Path(run), argument="run")
+    except UserError:
+        return False
+    return True
+
+
 def load_tasks(config: EvaluateConfig) -> list[Task]:
     """Read every dataset.
 
@@ -87,7 +97,15 @@ def load_tasks(config: EvaluateConfig) -> list[Task]:
         UserError: a missing file or a bad row.
         SystemFault: the hub can't be reached.
     """
-    tasks = [_load_task(config, label, entry) for label, entry in config.datasets.items()]
+    if config.data_dir is not None and not Path(config.data_dir).is_dir():
+        raise UserError("data_dir", config.data_dir, "an existing folder")
+    tasks = []
+    for label, entry in config.datasets.items():
+        own = {"data.dataset": "name", "data.dataset_options": "options", "data": ""}
+        with typed_names(
+            {known: f"datasets.{safe_name(label, 'datasets')}.{name}".rstrip(".") for known, name in own.items()}
+        ):
+            tasks.append(_load_task(config, label, entry))
     for task in tasks:
         resolve_reward(task.judge, argument=f"datasets.{task.label}.judge")
         if task.format is not None:
@@ -118,7 +136,8 @@ def _load_task(config: EvaluateConfig, label: str, entry: DatasetEntry) -> Task:
     final_test = name in FINAL_TESTS and not (name == "gsm8k" and split == "train")
     template = entry.prompt_template or config.prompt_template
     if "{question}" not in template:
-        raise UserError("prompt_template", template, "a text that contains {question}")
+        where = "prompt_template" if entry.prompt_template is None else f"datasets.{label}.prompt_template"
+        raise UserError(where, template, "a text that contains {question}")
     return Task(
         label,
         [{**row, "index": index} for index, row in enumerate(rows)][:limit],
@@ -150,8 +169,6 @@ def _local_file(folder: str | None, name: str, split: str) -> str | None:
     """File of a dataset in the folder of local files, where there is one."""
     if folder is None:
         return None
-    if not Path(folder).is_dir():
-        raise UserError("data_dir", folder, "an existing folder")
     stems = (f"{name}_{split}", name)
     found = [Path(folder) / f"{stem}.{end}" for stem in stems for end in ("jsonl", "json", "parquet")]
     return next((str(path) for path in found if path.is_file()), None)
@@ -183,6 +200,33 @@ def _held_out(label: str, entry: DatasetEntry, config: EvaluateConfig) -> Task:
         length_of_run=sampling.get("max_completion_length"),
         settings={"run_data": data},
     )
+
+
+def check_lengths(config: EvaluateConfig, tasks: Sequence[Task], encoder: PromptEncoder, positions: int | None) -> None:
+    """See that every prompt fits the model together with its answer.
+
+    Args:
+        config: lengths of the answers.
+        tasks: the prompts.
+        encoder: of the model.
+        positions: how many tokens the model takes; None where it has no limit.
+
+    Raises:
+        UserError: a prompt and its answer may be longer.
+    """
+    if positions is None:
+        return
+    for task in tasks:
+        given = config.datasets[task.label].max_completion_length
+        where = "max_completion_length" if given is None else f"datasets.{task.label}.max_completion_length"
+        sampled = [config.sampling(task.label, protocol, task.length_of_run) for protocol in config.protocols]
+        length = max(sampling.max_completion_length for sampling in sampled)
+        texts = [task.render(row, encoder) for row in task.rows]
+        # a token is at least a byte, but for the few that the tokenizer puts around a text
+        counts = [len(encoder.encode(text)) for text in texts if len(text.encode()) + 8 + length > positions]
+        if counts and max(counts) + length > positions:
+            accepted = f"at most {positions - max(counts)}: the model has {positions} positions, "
+            raise UserError(where, length, f"{accepted}the longest prompt of {task.label} {max(counts)} tokens")
 
 
 def check_selection(select_by: str | None, tasks: Sequence[Task], *, allow_on_test: bool) -> None:

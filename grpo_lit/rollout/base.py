@@ -104,6 +104,9 @@ class RolloutConfig:
         if self.refill_rounds < 0 or (self.refill_rounds and self.allocator != "uniform"):
             accepted = "0 (off) or more rounds" if self.refill_rounds < 0 else "0 with the allocator vigor"
             raise UserError("model.rollout.refill_rounds", self.refill_rounds, accepted)
+        for name in ("vigor_initial_count", "vigor_rounds"):
+            if getattr(self, name) < 1:
+                raise UserError(f"model.rollout.{name}", getattr(self, name), "at least 1")
         if self.engine == "vllm":
             self.vllm.check_installed()
         self.sampling.validate("model.rollout.sampling")
