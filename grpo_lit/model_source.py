@@ -15,6 +15,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from grpo_lit.errors import SystemFault, UserError
 from grpo_lit.gguf_files import read_once
+from grpo_lit.hub import offline_if_unreachable
 
 PACKAGE_SCHEME = "package:"
 _ACCEPTED = "a hub id (org/name), a folder with config.json, a .gguf file, or package:NAME[/path]"
@@ -92,19 +93,25 @@ def load_model_config(source: ModelSource, *, argument: str = "model.policy.path
         UserError: the location has no readable causal language model configuration.
         SystemFault: the hub can't be reached.
     """
+    if not source.is_local:
+        offline_if_unreachable()
     try:
         with read_once(source.gguf_file):
             config: PretrainedConfig = AutoConfig.from_pretrained(source.location, **source.kwargs)
     except (OSError, ValueError, KeyError) as error:
-        if not source.is_local and _is_network_error(error):
-            raise SystemFault(
-                f"{argument}={source.spec!r}: the model hub can't be reached and the model is not cached; "
-                f"download it first or give {_ACCEPTED}"
-            ) from error
+        if (fault := unreachable(source, argument, error)) is not None:
+            raise fault from error
         raise UserError(argument, source.spec, _ACCEPTED) from error
     return config
 
 
-def _is_network_error(error: BaseException) -> bool:
+def unreachable(source: ModelSource, argument: str, error: BaseException) -> SystemFault | None:
+    """The fault to raise where an error means that the hub can't be reached; None where it means something else."""
     text = str(error).lower()
-    return any(hint in text for hint in ("connect", "offline", "resolve", "timed out", "internet"))
+    hints = ("connect", "offline", "resolve", "timed out", "internet")
+    if source.is_local or not any(hint in text for hint in hints):
+        return None
+    return SystemFault(
+        f"{argument}={source.spec!r}: the model hub can't be reached and the model is not cached; "
+        f"download it first or give {_ACCEPTED}"
+    )

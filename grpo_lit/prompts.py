@@ -10,7 +10,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from grpo_lit.errors import UserError
 from grpo_lit.gguf_files import read_once
-from grpo_lit.model_source import ModelSource
+from grpo_lit.hub import offline_if_unreachable
+from grpo_lit.model_source import ModelSource, unreachable
 
 Message = dict[str, str]
 _PREFILLED_THINK = re.compile(r"<think>\s*\Z")
@@ -22,10 +23,14 @@ def load_tokenizer(source: ModelSource, *, argument: str = "model.policy.path") 
     Raises:
         UserError: there is no tokenizer, or it has neither a pad nor an EOS token.
     """
+    if not source.is_local:
+        offline_if_unreachable()
     try:
         with read_once(source.gguf_file):
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source.location, **source.kwargs)
     except (OSError, ValueError, KeyError, TypeError) as error:
+        if (fault := unreachable(source, argument, error)) is not None:
+            raise fault from error
         raise UserError(argument, source.spec, "a model with a tokenizer") from error
     if tokenizer.eos_token_id is None:
         raise UserError(argument, source.spec, "a tokenizer with an EOS token: a rollout could never stop")

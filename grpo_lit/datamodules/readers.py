@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_lit.errors import SystemFault, UserError
+from grpo_lit.hub import offline_if_unreachable
 
 Row = dict[str, Any]
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
@@ -127,6 +128,7 @@ def read_hub(hub: str, config: str | None, split: str) -> Iterable[Row]:
     Raises:
         SystemFault: it can't be loaded.
     """
+    offline_if_unreachable()
     from datasets import load_dataset
 
     try:

@@ -1,0 +1,29 @@
+"""The model hub, asked once whether it is there: its clients would try again and again for half a minute."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import sys
+
+from huggingface_hub import constants, get_session
+
+TIMEOUT_S = 5.0
+
+_log = logging.getLogger("grpo_lit.hub")
+
+
+@functools.cache
+def offline_if_unreachable() -> None:
+    """Where the hub does not answer, let this process and its children use what is cached (``HF_HUB_OFFLINE=1``)."""
+    if constants.HF_HUB_OFFLINE:
+        return
+    try:
+        get_session().head(constants.ENDPOINT, timeout=TIMEOUT_S)
+    except Exception as error:  # of whichever HTTP library the hub's client uses: no answer came
+        _log.info("%s can't be reached (%s): only what is cached is used", constants.ENDPOINT, error)
+        constants.HF_HUB_OFFLINE = True
+        os.environ["HF_HUB_OFFLINE"] = "1"
+        if "datasets" in sys.modules:
+            sys.modules["datasets"].config.HF_HUB_OFFLINE = True
