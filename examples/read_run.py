@@ -18,7 +18,7 @@ def main(root: Path) -> None:
         reward, speed = line["rollout/reward_mean"], line["perf/tokens_per_sec"]
         print(f"step {line['step']:>4}  reward {reward:.3f}  {speed:.0f} tokens/s")
     last = sorted((root / "completions").glob("step_*.jsonl"))[-1]
-    rows = [json.loads(line) for line in last.read_text(encoding="utf-8").splitlines()]
+    rows = [json.loads(line) for line in last.read_text(encoding="utf-8").rstrip("\n").split("\n")]
     rows.sort(key=lambda row: row["reward"] if row["reward"] is not None else 0.0)
     for name, row in (("worst", rows[0]), ("best", rows[-1])):
         print(f"{name}: {row['prompt']!r} -> {row['completion']!r} reward {row['reward']}")

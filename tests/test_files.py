@@ -12,7 +12,7 @@ import pytest
 
 from grpo_lit.callbacks.completions_file import write_records
 from grpo_lit.callbacks.metrics_file import read_metrics
-from grpo_lit.cli.run_folder import locked
+from grpo_lit.cli.run_folder import locked, set_earlier_run_aside
 from grpo_lit.errors import SystemFault
 from grpo_lit.files import append_line, write_whole
 
@@ -64,9 +64,39 @@ def test_what_a_killed_writer_left_is_removed(tmp_path: Path) -> None:
         assert kept.exists()
 
 
+def test_a_new_run_moves_the_earlier_one_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``--trainer.default_root_dir .`` in a project with a config.yaml of its own."""
+    project = tmp_path / "project"
+    project.mkdir()
+    monkeypatch.chdir(project)
+    for name in ("config.yaml", "train.py", "data.jsonl"):
+        (project / name).write_text("mine")
+    with locked(Path()):
+        assert set_earlier_run_aside(Path()) is None
+    (project / "metrics.jsonl").write_text("{}")
+    (project / "evaluations").mkdir()
+    with locked(Path()):
+        kept = set_earlier_run_aside(Path())
+    assert kept == tmp_path / "project.1"
+    assert {path.name for path in kept.iterdir()} == {"metrics.jsonl", "evaluations"}
+    assert {path.name for path in project.iterdir()} == {"config.yaml", "train.py", "data.jsonl", "run.lock"}
+
+
+def test_a_copied_run_is_moved_from_between_what_else_is_there(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    (root / "checkpoints").mkdir(parents=True)
+    for name in ("metrics.jsonl", "notes.txt", "config.yaml"):
+        (root / name).write_text("")
+    with locked(root):
+        assert set_earlier_run_aside(root) == tmp_path / "run.1"
+    assert {path.name for path in root.iterdir()} == {"notes.txt", "run.lock"}
+
+
 def test_text_that_no_encoding_knows_is_kept_as_its_escape(tmp_path: Path) -> None:
-    write_records(tmp_path, 1, [{"completion": "a\ud800b"}])
-    assert json.loads((tmp_path / "step_000001.jsonl").read_text()) == {"completion": "a\ud800b"}
+    record = {"completion": "a\ud800b \u2028 \u2029 \x85 \x1c \r \u05d0"}
+    write_records(tmp_path, 1, [record, record])
+    lines = (tmp_path / "step_000001.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line) for line in lines] == [record, record]
 
 
 @pytest.mark.parametrize("line", [b'{"step": 2, "x', b"[1]", b'{"loss": 1}', b"[" * 100_000, b"\xff\xfe"])

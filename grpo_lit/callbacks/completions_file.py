@@ -81,9 +81,13 @@ def _or_none(value: float) -> float | None:
     return None if value != value else value
 
 
+# JSON lets these stand in a text, and str.splitlines, with which many read JSON lines, breaks there.
+_SEPARATORS = {ord(character): f"\\u{ord(character):04x}" for character in "\x85\u2028\u2029"}
+
+
 def write_records(folder: Path, step: int, records: list[dict[str, Any]]) -> None:
     """Write one step's file atomically."""
-    text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+    text = "".join(json.dumps(record, ensure_ascii=False).translate(_SEPARATORS) + "\n" for record in records)
     write_whole(folder / f"step_{step:06d}.jsonl", text)
 
 

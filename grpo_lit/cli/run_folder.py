@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +13,10 @@ from grpo_lit.checkpoint import read_checkpoint
 from grpo_lit.errors import SystemFault, UserError
 from grpo_lit.files import remove_leftovers, write_whole
 
-_MARKS = ("metrics.jsonl", "checkpoints", "config.yaml")
+LOCK = "run.lock"
+"""Held while a run goes on; its text lists what was in the folder before the first run, and is nobody's to move."""
+_PARTS = {"metrics.jsonl", "metrics.repeated.jsonl", "memory.jsonl", "config.yaml"}
+_PARTS |= {"checkpoints", "completions", "tensorboard", "adapter", "model", "nonfinite"}
 
 
 def resolve_ckpt_path(value: str | None, root: Path) -> Path | None:
@@ -55,7 +59,8 @@ def locked(root: Path) -> Iterator[None]:
     """
     try:
         root.mkdir(parents=True, exist_ok=True)
-        file = os.open(root / "run.lock", os.O_RDWR | os.O_CREAT, 0o644)
+        before = None if (root / LOCK).exists() else _not_of_a_run(root)
+        file = os.open(root / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
         raise SystemFault(f"trainer.default_root_dir={str(root)!r} can't be written: {error.strerror}") from error
     try:
@@ -63,6 +68,8 @@ def locked(root: Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise UserError("trainer.default_root_dir", str(root), "a folder that no other run is using") from error
+        if before:
+            os.pwrite(file, json.dumps(before).encode(), 0)
         for folder in (root, root / "checkpoints", root / "completions"):
             remove_leftovers(folder)
         yield
@@ -70,17 +77,29 @@ def locked(root: Path) -> Iterator[None]:
         os.close(file)
 
 
+def _not_of_a_run(root: Path) -> list[str]:
+    """Names in a folder that no run has locked yet, without those of a run that was copied there."""
+    is_run = (root / "metrics.jsonl").is_file() or (root / "checkpoints" / "last.ckpt").is_file()
+    return sorted(entry.name for entry in root.iterdir() if not is_run or entry.name not in _PARTS)
+
+
 def set_earlier_run_aside(root: Path) -> Path | None:
-    """Move an earlier run's files into ``<root>.1``, ``.2``, ...; returns where they went, if there were any."""
-    if not any((root / mark).exists() for mark in _MARKS):
+    """Move an earlier run's files into ``<root>.1``, ``.2``, ...; returns where they went, if there were any.
+
+    What was in the folder before its first run stays: the folder may be somebody's project.
+    """
+    root = root.resolve()
+    text = (root / LOCK).read_text() if (root / LOCK).is_file() else ""
+    stays = {LOCK, *(json.loads(text) if text else ())}
+    moved = [entry for entry in sorted(root.iterdir()) if entry.name not in stays]
+    if not moved:
         return None
     number = 1
     while (target := root.with_name(f"{root.name}.{number}")).exists():
         number += 1
     target.mkdir()
-    for entry in list(root.iterdir()):
-        if entry.name != "run.lock":
-            entry.rename(target / entry.name)
+    for entry in moved:
+        entry.rename(target / entry.name)
     return target
 
 

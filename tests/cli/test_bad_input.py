@@ -261,12 +261,12 @@ def test_pickled_code_in_a_checkpoint_does_not_run(
 
 
 @pytest.mark.faults
-def test_unwritable_folder_is_the_system_s_fault(
+def test_a_file_in_the_way_of_the_run_folder_is_named(
     tiny_llama: Path, tmp_path: Path, fit_arguments: Fit, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").write_text("in the way")
     code, error = one_line(capsys, fit_arguments(tiny_llama, tmp_path / "file" / "run"))
-    assert code == 1
+    assert code == 2
     assert "trainer.default_root_dir" in error
 
 
