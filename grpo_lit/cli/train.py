@@ -195,6 +195,10 @@ def run(cli: GRPOCLI, command: str, ckpt: Path | None) -> None:
         )
     except MisconfigurationException as error:
         raise UserError("trainer", " ".join(str(error).split()), "settings that fit together") from error
+    except SystemExit as error:  # what Lightning makes of Ctrl-C, without a word
+        if isinstance(error.__context__, KeyboardInterrupt):
+            raise KeyboardInterrupt from error
+        raise
     except RuntimeError as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise _out_of_memory(error) from error

@@ -16,6 +16,7 @@ import pytest
 
 from grpo_lit.callbacks.completions_file import markdown_table
 from grpo_lit.callbacks.progress import describe
+from grpo_lit.cli import main
 
 Fit = Callable[..., Sequence[str]]
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -107,6 +108,31 @@ def test_full_disk_ends_in_one_line_and_the_last_good_checkpoint_survives(
     assert {path.name for path in checkpoint.parent.iterdir()} == {"last.ckpt"}
     again = subprocess.run([*command, "--ckpt_path=last", "--trainer.max_steps=2"], cwd=tmp_path, env=environment)
     assert again.returncode == 0
+
+
+@pytest.mark.faults
+def test_stopped_at_once_ends_with_a_word(
+    fit_arguments: Fit, tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "impatient.py").write_text(
+        "import os, signal, time\n"
+        "from lightning.pytorch import Callback\n"
+        "class TwoCtrlC(Callback):\n"
+        "    def on_train_batch_start(self, trainer, module, batch, batch_idx):\n"
+        "        for _ in range(2):\n"
+        "            os.kill(os.getpid(), signal.SIGINT)\n"
+        "            time.sleep(0.01)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        code = main([*fit_arguments(tiny_llama, tmp_path / "run"), "--trainer.callbacks+=impatient.TwoCtrlC"])
+    finally:
+        signal.signal(signal.SIGINT, before)
+    out, err = capsys.readouterr()
+    assert code == 130
+    assert err == "grpo-lit: error: interrupted\n"
+    assert "stopping at once, this step is lost; resume with --ckpt_path last" in out
 
 
 def test_table_cells_can_break_nothing() -> None:
