@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+
+from grpo_lit.testing.ranks import run_on_ranks
 
 STEPS = 6
 
@@ -80,32 +85,22 @@ def accelerator(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture(scope="module")
-def undisturbed(accelerator: str, tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("ranks") / "undisturbed"
-    subprocess.run(
-        command(tiny_llama, root, accelerator), env=ENVIRONMENT, check=True, capture_output=True, timeout=200
-    )
-    return root
+@dataclass(frozen=True)
+class Ending:
+    """What became of a run whose rank was killed."""
+
+    log: str
+    exited_in_s: float
+    """Until both processes were gone; infinite where one was not."""
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.faults
-def test_a_killed_rank_ends_the_other_and_the_run_goes_on(
-    victim: int, accelerator: str, undisturbed: Path, tiny_llama: Path, tmp_path: Path
-) -> None:
-    root, log = tmp_path / "run", tmp_path / "log.txt"
-    slow = tmp_path / "slow_rewards.py"  # so that the kill lands inside the run
-    slow.write_text(
-        "import time\n"
-        "def slow(prompts, completions, **columns):\n"
-        "    time.sleep(0.5)\n"
-        "    return [None] * len(completions)\n"
-    )
+def kill_a_rank(victim: int, model: Path, folder: Path, accelerator: str) -> Ending:
+    """Start a run, kill one of its ranks after some steps, and wait for the other to end."""
+    root, log = folder / f"killed_{victim}", folder / f"log_{victim}.txt"
     slowly = ("--model.rewards=[math_accuracy,slow_rewards.slow]", "--model.reward_weights=[1, 1]")
     with log.open("w") as file:
         main = subprocess.Popen(
-            command(tiny_llama, root, accelerator, *slowly), cwd=tmp_path, env=ENVIRONMENT, stdout=file, stderr=file
+            command(model, root, accelerator, *slowly), cwd=folder, env=ENVIRONMENT, stdout=file, stderr=file
         )
         pids = {0: main.pid, 1: rank_one_of(main.pid)}
         deadline = time.monotonic() + 120
@@ -117,12 +112,52 @@ def test_a_killed_rank_ends_the_other_and_the_run_goes_on(
         main.wait(timeout=60)
         while Path(f"/proc/{pids[1]}/stat").exists() and time.monotonic() - killed < 60:
             time.sleep(0.1)
-    assert not Path(f"/proc/{pids[1]}/stat").exists(), "rank 1 still runs a minute after"
-    assert re.search(rf"rank:? ?{victim}", log.read_text()), log.read_text()[-2000:]
-    assert "Traceback" not in log.read_text()
+        gone = not Path(f"/proc/{pids[1]}/stat").exists()
+    return Ending(log.read_text(), time.monotonic() - killed if gone else math.inf)
 
-    resumed = [*command(tiny_llama, root, accelerator), "--ckpt_path=last"]
-    subprocess.run(resumed, env=ENVIRONMENT, check=True, capture_output=True, timeout=200)
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ranks")
+    (folder / "slow_rewards.py").write_text(  # so that the kill lands inside the run
+        "import time\n"
+        "def slow(prompts, completions, **columns):\n"
+        "    time.sleep(0.5)\n"
+        "    return [None] * len(completions)\n"
+    )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def endings(accelerator: str, tiny_llama: Path, folder: Path) -> list[Ending]:
+    """Both ranks killed, in a run each, side by side."""
+    with ThreadPoolExecutor() as pool:
+        return list(pool.map(lambda victim: kill_a_rank(victim, tiny_llama, folder, accelerator), [0, 1]))
+
+
+@pytest.fixture(scope="module")
+def resumed(accelerator: str, tiny_llama: Path, folder: Path, endings: list[Ending]) -> Path:
+    """The same run undisturbed, and both killed ones resumed, in one pair of processes."""
+    runs = [
+        command(tiny_llama, folder / "undisturbed", accelerator),
+        *([*command(tiny_llama, folder / f"killed_{victim}", accelerator), "--ckpt_path=last"] for victim in (0, 1)),
+    ]
+    for rank in run_on_ranks([run[3:] for run in runs], 2, folder):
+        assert rank.codes == [0, 0, 0], rank.stderr[-2000:]
+    return folder
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_rank_ends_the_other_and_is_named(victim: int, endings: list[Ending]) -> None:
+    ending = endings[victim]
+    assert ending.exited_in_s < 60, ending.log[-2000:]
+    assert re.search(rf"rank:? ?{victim}", ending.log), ending.log[-2000:]
+    assert "Traceback" not in ending.log
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_the_run_goes_on_exactly(victim: int, accelerator: str, resumed: Path) -> None:
+    undisturbed, root = resumed / "undisturbed", resumed / f"killed_{victim}"
     expected, weights = (load_file(folder / "adapter/adapter_model.safetensors") for folder in (undisturbed, root))
     for name, value in expected.items():
         # on the GPU the order of sums may differ from run to run
