@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import shlex
 import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -112,6 +113,22 @@ def check_trainer(trainer: Trainer) -> None:
     if trainer.max_steps == 0 or (trainer.max_steps < 0 and (trainer.max_epochs or -1) < 0):
         accepted = "at least 1 optimizer step, or -1 where trainer.max_epochs ends the run"
         raise UserError("trainer.max_steps", trainer.max_steps, accepted)
+    check_launch(trainer)
+
+
+def check_launch(trainer: Trainer) -> None:
+    """Compare devices and nodes with the processes that torchrun or SLURM started.
+
+    Raises:
+        UserError: they differ; without it the ranks would wait for processes that nobody starts.
+    """
+    environment = getattr(trainer.strategy, "cluster_environment", None)
+    if environment is not None:
+        try:
+            environment.validate_settings(num_devices=trainer.num_devices, num_nodes=trainer.num_nodes)
+        except ValueError as error:
+            given = f"{trainer.num_devices} on {trainer.num_nodes} node(s)"
+            raise UserError("trainer.devices", given, f"what the launcher started ({error})") from error
 
 
 def check_model(module: GRPOModule) -> None:
@@ -237,6 +254,8 @@ def start_text(cli: GRPOCLI, root: Path, ckpt: Path | None) -> str:
         else f"length: trainer.max_epochs={trainer.max_epochs} epochs",
         f"run folder: {root}" + (f", resumed from {ckpt}" if ckpt else ""),
     ]
+    if trainer.num_nodes > 1:
+        lines.append(f"ranks: {trainer.world_size} on {trainer.num_nodes} nodes; begins when all of them are started")
     if (note := allocator.budget_note()) is not None:
         lines.append(note)
     return "\n".join(lines)
@@ -255,7 +274,7 @@ def end_text(root: Path) -> str:
     there = [name + "/" * (root / name).is_dir() for name in written if (root / name).exists()]
     lines.append(f"run folder: {root}" + (f" ({', '.join(there)})" if there else ""))
     if (root / "tensorboard").is_dir():
-        lines.append(f"watch: tensorboard --logdir {root / 'tensorboard'}")
+        lines.append(f"watch: tensorboard --logdir {shlex.quote(str(root / 'tensorboard'))}")
     return "\n".join(lines)
 
 
