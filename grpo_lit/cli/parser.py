@@ -8,10 +8,11 @@ import re
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, NoReturn
+from pydoc import locate
+from typing import Any, NoReturn, get_type_hints
 
 import torch
-import yaml  # type: ignore[import-untyped]
+import yaml
 from jsonargparse import ArgumentParser
 from lightning.pytorch import Callback
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
@@ -200,6 +201,27 @@ def _check_yaml(value: str) -> None:
         raise UserError("--config", value, "a YAML file of sections, such as trainer, model and data")
 
 
+def check_optimizer(value: Any) -> None:
+    """Refuse what makes no optimizer before it is called: the parser takes any function's name here, os.system too.
+
+    Args:
+        value: as parsed: a function, its name, or a section with ``class_path``.
+
+    Raises:
+        UserError: neither a class of optimizers nor a function that says that it returns one.
+    """
+    path = value if isinstance(value, str) else getattr(value, "class_path", None)
+    found = value if path is None else locate(path)
+    made = found
+    if not inspect.isclass(found):
+        try:
+            made = get_type_hints(found).get("return")
+        except (TypeError, NameError):
+            made = None
+    if not (inspect.isclass(made) and issubclass(made, torch.optim.Optimizer)):
+        raise UserError("model.optimizer", path or str(value), "a class of optimizers, such as torch.optim.AdamW")
+
+
 class GRPOCLI(LightningCLI):
     """LightningCLI for `GRPOModule` and a math DataModule; parses and builds, and leaves running to the command.
 
@@ -257,6 +279,7 @@ class GRPOCLI(LightningCLI):
         for name in _SECTIONS:
             if self.config.get(name, ()) is None:
                 raise UserError(name, None, "a section; leave it out for its defaults")
+        check_optimizer(self.config["model"]["optimizer"])
         seed = self.config["seed_everything"]
         if not isinstance(seed, bool) and not 0 <= seed < 2**32:
             raise UserError("seed_everything", seed, "a whole number from 0 to 2**32 - 1, true or false")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml  # type: ignore[import-untyped]
+import yaml
 
 from grpo_lit.callbacks.metrics_file import read_metrics
 from grpo_lit.cli.parser import CLIParser

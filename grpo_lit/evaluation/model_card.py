@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml  # type: ignore[import-untyped]
+import yaml
 
 from grpo_lit.evaluation.models import ResolvedModel
 from grpo_lit.evaluation.versions import versions

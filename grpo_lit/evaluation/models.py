@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml  # type: ignore[import-untyped]
+import yaml
 
 from grpo_lit.checkpoint import KEY, check_compatible, read_checkpoint
 from grpo_lit.errors import SystemFault, UserError

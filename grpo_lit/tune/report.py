@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
-import yaml  # type: ignore[import-untyped]
+import yaml
 from matplotlib.figure import Figure
 
 from grpo_lit.evaluation.store import write_text
