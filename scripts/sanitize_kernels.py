@@ -5,8 +5,8 @@
 
 Inputs and references are made on the CPU, so that little but the kernels themselves runs on the device. Sizes are the
 smallest that reach each path: rows cut into several programs that wait for each other, rows off a 16-byte boundary,
-sums over several programs, ends of tiles. Exit code 1 if a tool reports anything, a result is wrong, or a kernel of
-the package was never launched.
+sums over several programs, ends of tiles. Exit code 1 if a tool reports anything in a
+kernel of the package, a result is wrong, or a kernel of the package was never launched.
 """
 
 from __future__ import annotations
@@ -376,21 +376,21 @@ def main(argv: Sequence[str]) -> int:
     options.logs.mkdir(parents=True, exist_ok=True)
     start = time.monotonic()
     runs = {(tool, group): _start(sanitizer, tool, group, options.logs) for group in GROUPS for tool in TOOLS}
-    failed, launched = False, set()
+    failed, launched, ours = False, set(), kernels()
     for (tool, group), (process, log) in runs.items():
         code = process.wait()
         text = log.read_text(errors="replace")
-        summaries = re.findall(r"========= ((?:ERROR|RACECHECK) SUMMARY: .*)", text)
+        summary = "; ".join(re.findall(r"========= ((?:ERROR|RACECHECK) SUMMARY: .*)", text))
         names = re.findall(r"^launched: (.*)$", text, re.MULTILINE)
         launched |= set(" ".join(names).split())
-        ok = code == 0 and bool(names) and bool(summaries) and all(": 0 " in line for line in summaries)
+        # cuBLAS passes data on in ways that racecheck does not follow: reports on kernels of others are shown only
+        reported = set(re.findall(r" at ([\w.:<>]+)\+0x", text))
+        ok = bool(names) and bool(summary) and (code == 0 or (bool(reported) and not reported & ours))
         failed |= not ok
-        took = time.monotonic() - start
-        print(
-            f"{tool:9s} {group:9s} {'clean' if ok else f'FAILED, exit {code}'}  {'; '.join(summaries)}  ({took:.0f} s)",
-            flush=True,
-        )
-    missing = kernels() - launched
+        others = f", reported: {', '.join(sorted(reported))}" if reported else ""
+        verdict = "clean" if ok else f"FAILED, exit {code}"
+        print(f"{tool:9s} {group:9s} {verdict}  {summary}{others}  ({time.monotonic() - start:.0f} s)", flush=True)
+    missing = ours - launched
     print(f"{len(launched)} kernels launched" + (f"; never launched: {', '.join(sorted(missing))}" if missing else ""))
     return 1 if failed or missing else 0
 

@@ -113,10 +113,9 @@ def fused_logits_grpo(
     if torch.is_grad_enabled() and logits.requires_grad:
         loss, logprobs, entropy = _FusedLogitsGRPO.apply(grid, inputs, scalars, options, return_stats, inplace)
     else:
-        rows, logprobs, entropy, _ = torch.ops.grpo_lit.fused_logits_grpo(
+        loss, logprobs, entropy, _ = torch.ops.grpo_lit.fused_logits_grpo(
             grid, *inputs, list(scalars), *options, return_stats, False
         )
-        loss = rows.sum()
     if not return_stats:
         return loss
     shape = completion_ids.shape
@@ -163,13 +162,14 @@ def _op(
     want_entropy: bool,
     want_grad: bool,
 ) -> tuple[Tensor, ...]:
-    """(loss, logprob, entropy) per row and the logits' gradient; what isn't wanted is empty."""
+    """The loss, (logprob, entropy) per row, and the logits' gradient; what isn't wanted is empty."""
     inputs = TokenInputs(ids, old, advantages, weights, ref)
     options = RowOptions(temperature, softcap, vocab_size, impl, zero_masked)
     out = RowResults.empty(ids, logits.dtype, loss=True, entropy=want_entropy)
     grad = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device) if want_grad else None
     logit_rows.loss_rows(logits, inputs, TokenScalars.unpack(scalars), options, out, grad)
-    return *out, logits.new_empty(0) if grad is None else grad
+    loss = logit_rows.total(out.loss, impl)
+    return loss, out.logprobs, out.entropy, logits.new_empty(0) if grad is None else grad
 
 
 @torch.library.custom_op(
@@ -197,12 +197,12 @@ def _op_inplace(
     options = RowOptions(temperature, softcap, vocab_size, impl, zero_masked)
     out = RowResults.empty(ids, logits.dtype, loss=True, entropy=want_entropy)
     logit_rows.loss_rows(logits, inputs, TokenScalars.unpack(scalars), options, out, logits)
-    return tuple(out)
+    return logit_rows.total(out.loss, impl), out.logprobs, out.entropy
 
 
 def _fake_rows(logits: Tensor, ids: Tensor, want_entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
     rows = logits.new_empty(ids.shape, dtype=compute_dtype(logits.dtype))
-    return rows, torch.empty_like(rows), torch.empty_like(rows) if want_entropy else rows.new_empty(0)
+    return rows.new_empty(()), rows, torch.empty_like(rows) if want_entropy else rows.new_empty(0)
 
 
 @_op.register_fake
@@ -229,13 +229,13 @@ class _FusedLogitsGRPO(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         arguments = (logits, *inputs, list(scalars), *options, want_entropy)
         if inplace:
-            rows, logprobs, entropy = torch.ops.grpo_lit.fused_logits_grpo_(*arguments)
+            loss, logprobs, entropy = torch.ops.grpo_lit.fused_logits_grpo_(*arguments)
             grad = logits
         else:
-            rows, logprobs, entropy, grad = torch.ops.grpo_lit.fused_logits_grpo(*arguments, True)
+            loss, logprobs, entropy, grad = torch.ops.grpo_lit.fused_logits_grpo(*arguments, True)
         ctx.save_for_backward(grad)
         ctx.mark_non_differentiable(logprobs, entropy)
-        return rows.sum(), logprobs, entropy
+        return loss, logprobs, entropy
 
     @staticmethod
     @torch.autograd.function.once_differentiable

@@ -22,6 +22,7 @@ from torch import Tensor
 from grpo_lit.kernels.token_terms import TokenInputs, TokenScalars, compute_dtype, token_terms
 
 _REFERENCE_ROWS = 256
+_SUMMED_AT_ONCE = 1 << 16  # by one program, which starts before the rows are ready
 
 
 class RowOptions(NamedTuple):
@@ -72,6 +73,15 @@ def loss_rows(
     """Loss of each row of (N, T, V) ``logits``; its gradient into ``grad`` (maybe ``logits``) if given."""
     ids, old, adv, weights, ref = inputs
     _run(logits, ids, grad, (old, adv, weights, ref, None, None), scalars, options, out)
+
+
+def total(loss: Tensor, impl: str) -> Tensor:
+    """Sum over rows, a scalar."""
+    if impl == "triton" and loss.dtype == torch.float32 and 0 < len(loss) <= _SUMMED_AT_ONCE:
+        from grpo_lit.kernels._triton.token_loss import ordered_sum
+
+        return ordered_sum(loss)
+    return loss.sum()
 
 
 def given_rows(

@@ -258,11 +258,13 @@ def check_linear(rows, width, columns, dtype, *, packed, bias, rank, activation=
         "activation": activation,
     }
     true = true_linear(x, weights, biases, loras, **added)
-    got, same, again = (
-        decode_linear(x, weights, bias=biases, lora=loras, impl=impl, **added) for impl in (*IMPLS, "triton")
+    # once more where K is split over programs: the arrival counters are back at 0, and the order of sums is fixed
+    twice = DEVICE == "cuda" or (width > 1000 and packed is not False)
+    got, same, *again = (
+        decode_linear(x, weights, bias=biases, lora=loras, impl=impl, **added) for impl in (*IMPLS, *["triton"] * twice)
     )
     assert_close(got, same, true, dtype)
-    assert torch.equal(again, got)
+    assert all(torch.equal(other, got) for other in again)
 
 
 LINEARS = {

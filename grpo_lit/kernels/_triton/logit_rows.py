@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from typing import NamedTuple
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
+from grpo_lit.kernels._triton.launch import overlap
 from grpo_lit.kernels._triton.logit_rows_kernel import logit_rows_kernel
 from grpo_lit.kernels.dispatch import interpreting
 from grpo_lit.kernels.token_terms import TokenScalars
@@ -62,6 +66,33 @@ def _blocks(logits: Tensor, plan: Plan) -> tuple[int, bool]:
     return triton.cdiv(width + spare, plan.tile * plan.tiles), aligned
 
 
+@triton.jit(do_not_specialize=["count"])  # type: ignore[untyped-decorator]
+def _clear_kernel(words, count, BLOCK: tl.constexpr, PDL: tl.constexpr):  # type: ignore[no-untyped-def]
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()  # the next kernel reads its logits meanwhile
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(words + at, tl.zeros((BLOCK,), tl.int64), mask=at < count)
+
+
+def _cleared_words(count: int, device: torch.device, early: bool) -> Tensor:
+    """(count,) int64 zeros; ``early``: the kernel that follows is launched to overlap with the clearing.
+
+    The clearing itself waits for all that came before, so the kernel that follows may read that at once.
+    """
+    words = torch.empty(count, dtype=torch.int64, device=device)
+    if count:
+        _clear_kernel[(triton.cdiv(count, 1024),)](words, count, BLOCK=1024, PDL=early, num_warps=4)
+    return words
+
+
+@functools.cache
+def row_step(rows: int) -> int:
+    """A step that visits all of ``rows`` rows, neighbours far apart: near the golden section, prime to ``rows``."""
+    if rows * rows >= 1 << 31:
+        return 1
+    return next((step for step in range(int(0.618 * rows), rows) if math.gcd(step, rows) == 1), 1)
+
+
 def reads_rows_first(logits: Tensor) -> bool:
     """Whether no part of a row's gradient is written before all of the row has been read."""
     plan = default_plan(logits.shape[-1], logits.element_size())
@@ -109,7 +140,8 @@ def logit_rows(
     single = num_blocks == 1
     waits = single or waits_safely(num_blocks, logits.device)
     slots = num_blocks * (2 if entropy_used else 1) + 1
-    words = torch.zeros((0 if single else rows, slots), dtype=torch.int64, device=logits.device)
+    launch = overlap(logits) if waits and not single else {"PDL": False}
+    words = _cleared_words(0 if single else rows * slots, logits.device, launch["PDL"])
     limit = {} if plan.registers is None or interpreting() else {"maxnreg": plan.registers}
     for phase in (_BOTH,) if waits else (_PUBLISH, _FINISH):
         logit_rows_kernel[(rows * num_blocks,)](
@@ -129,6 +161,8 @@ def logit_rows(
             slots,
             0,
             num_blocks,
+            rows,
+            row_step(rows),
             steps,
             vocab_size,
             width,
@@ -168,5 +202,6 @@ def logit_rows(
             VEC=16 // logits.element_size(),
             PACKED=logits.element_size() == 2 and not interpreting(),
             num_warps=plan.num_warps,
+            **launch,
             **limit,
         )

@@ -14,6 +14,9 @@ index (what the single-pass scan of CUB rests on too): the unfinished row with t
 all its programs on the device, as long as a row has fewer blocks than the device runs at a time. Where that
 can't be promised (the interpreter, ROCm, a tiny device), the same kernel runs twice: publish, then finish.
 
+Where the device can, the kernel starts while the words are still being cleared (``launch``): it reads its logits and
+waits for the clearing only before it publishes.
+
 Writing over the logits is safe because everything a program reads has arrived before it publishes, and no
 program of the row writes before all have published.
 
@@ -27,6 +30,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from grpo_lit.kernels._triton.launch import wait_for_previous
 from grpo_lit.kernels._triton.math import token_terms
 from grpo_lit.kernels._triton.row_parts import (
     activate,
@@ -42,7 +46,7 @@ from grpo_lit.kernels._triton.row_parts import (
 _LN2 = tl.constexpr(0.6931471805599453)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "row_step"])  # type: ignore[untyped-decorator]
 def logit_rows_kernel(  # type: ignore[no-untyped-def]
     logits,
     grad,
@@ -60,6 +64,8 @@ def logit_rows_kernel(  # type: ignore[no-untyped-def]
     slots,
     nothing,
     num_blocks,
+    rows,
+    row_step,
     steps,
     vocab,
     width,
@@ -98,9 +104,12 @@ def logit_rows_kernel(  # type: ignore[no-untyped-def]
     EVEN: tl.constexpr,
     VEC: tl.constexpr,
     PACKED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     pid = tl.program_id(0)
-    row = pid // num_blocks
+    # Not in their own order: masked tokens come in runs, and a run of programs with nothing to do would leave the
+    # memory idle.
+    row = (pid // num_blocks) * row_step % rows
     block = pid % num_blocks
     begin = block * (TILE * TILES)
     if FLAT:
@@ -156,6 +165,7 @@ def logit_rows_kernel(  # type: ignore[no-untyped-def]
         for i in tl.static_range(TILES):
             raw = read_tile(source, lane + i * TILE, shift, vocab, i * TILE, TILE, EVEN)
             raws = raws + (raw,)  # type: ignore[assignment]
+        wait_for_previous(PDL)  # the words are cleared; all else that is read was there before that began
         top = raws[0]  # type: ignore[misc]
         for i in tl.static_range(1, TILES):
             top = larger(top, raws[i], PACKED)
@@ -253,6 +263,7 @@ def logit_rows_kernel(  # type: ignore[no-untyped-def]
                     dz_chosen = g + tl.exp2(y_chosen) * (flat + steep * tl.maximum(y_chosen, -1e4))
                     tl.store(target + chosen, (dz_chosen * slope_chosen).to(grad.dtype.element_ty))
     else:
+        wait_for_previous(PDL)
         if PHASE != 1:
             if block == 0:
                 if LOSS:

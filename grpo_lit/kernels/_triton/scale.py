@@ -7,12 +7,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_BLOCK = 4096
-_PROGRAMS = 1056  # 8 for each multiprocessor of the largest device; few, so that doing nothing is quick
+from grpo_lit.kernels._triton.launch import overlap, wait_for_previous
+
+_BLOCK = 8192
+_PROGRAMS = 264  # 2 large ones for each multiprocessor of the largest device; few, so that doing nothing is quick
 
 
 @triton.jit
-def _scale_kernel(values, factor, numel, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _scale_kernel(values, factor, numel, BLOCK: tl.constexpr, PDL: tl.constexpr):  # type: ignore[no-untyped-def]
+    wait_for_previous(PDL)
     by = tl.load(factor).to(tl.float32)
     if by != 1.0:
         first = tl.program_id(0).to(tl.int64) * BLOCK
@@ -30,4 +33,5 @@ def scale(values: Tensor, factor: Tensor) -> None:
     if values.numel() == 0:
         return
     grid = (min(_PROGRAMS, triton.cdiv(values.numel(), _BLOCK)),)
-    _scale_kernel[grid](values, factor.to(torch.float32), values.numel(), BLOCK=_BLOCK, num_warps=8)
+    by = factor.to(torch.float32)
+    _scale_kernel[grid](values, by, values.numel(), BLOCK=_BLOCK, num_warps=16, **overlap(values))

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from grpo_lit.kernels._triton.launch import overlap, wait_for_previous
 from grpo_lit.kernels._triton.math import token_terms
 from grpo_lit.kernels.token_terms import TokenScalars
 
@@ -77,8 +78,9 @@ def _token_loss_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _sum_kernel(values, out, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _sum_kernel(values, out, count, BLOCK: tl.constexpr, PDL: tl.constexpr):  # type: ignore[no-untyped-def]
     """out = the sum of the values, in a fixed order; one program."""
+    wait_for_previous(PDL)
     lane = tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, count, BLOCK):
@@ -90,7 +92,8 @@ def ordered_sum(values: Tensor) -> Tensor:
     """Sum of a short contiguous float32 vector as a scalar, the same bits every time."""
     out = torch.empty((), dtype=torch.float32, device=values.device)
     block = min(4096, triton.next_power_of_2(max(1, values.numel())))
-    _sum_kernel[(1,)](values, out, values.numel(), BLOCK=block, num_warps=max(1, min(16, block // 256)))
+    warps = max(1, min(16, block // 256))
+    _sum_kernel[(1,)](values, out, values.numel(), BLOCK=block, num_warps=warps, **overlap(values))
     return out
 
 
