@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from grpo_lit import distributed
+from grpo_lit.cli.train import build
 from grpo_lit.distributed import (
     bit_hash,
     check_parameter_hash,
@@ -20,6 +21,7 @@ from grpo_lit.distributed import (
     sum_over_ranks,
     world_size,
 )
+from grpo_lit.errors import UserError
 
 WORKER = Path(__file__).with_name("distributed_worker.py")
 
@@ -160,3 +162,26 @@ def test_bit_hash_sees_every_bit_and_the_order() -> None:
             seen.add(bit_hash([changed]))
     assert len(seen) == 4 + 64 * 5
     assert bit_hash([weights[:32], weights[32:]]) == bit_hash([weights])
+
+
+@pytest.mark.parametrize(
+    ("started", "devices", "nodes"),
+    [
+        ({"TORCHELASTIC_RUN_ID": "x", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "GROUP_RANK": "0"}, 3, 1),
+        (
+            {"SLURM_NTASKS": "4", "SLURM_JOB_NAME": "train", "SLURM_NTASKS_PER_NODE": "2", "SLURM_LOCALID": "0"}
+            | {"SLURM_NODEID": "0", "SLURM_PROCID": "0", "SLURM_JOB_ID": "1"},
+            1,
+            2,
+        ),
+    ],
+    ids=["torchrun", "slurm"],
+)
+def test_other_devices_than_the_launcher_started_are_refused(
+    started: dict[str, str], devices: int, nodes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in started.items():
+        monkeypatch.setenv(name, value)
+    arguments = [f"--trainer.devices={devices}", f"--trainer.num_nodes={nodes}", "--trainer.accelerator=cpu"]
+    with pytest.raises(UserError, match="what the launcher started"):
+        build("fit", ["--config=quickstart", "--trainer.strategy=ddp", *arguments])
