@@ -18,6 +18,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -50,6 +51,10 @@ class Reply(NamedTuple):
     kind: Literal["correct", "wrong", "unparsable", "timeout", "crashed"]
     reason: str
     seconds: float
+
+
+class _KilledError(SystemFault):
+    """Somebody else ended a worker process while it started."""
 
 
 class _Worker:
@@ -99,7 +104,7 @@ class _Worker:
             if process is None or process.poll() is not None or time.monotonic() >= limit:
                 status = None if process is None else process.poll()
                 self.kill()
-                raise SystemFault(
+                raise (_KilledError if status in _FROM_OUTSIDE else SystemFault)(
                     f"the verifier's worker process didn't start (exit status {status}): "
                     "is math-verify installed for this interpreter, and is there memory left?"
                 )
@@ -110,11 +115,14 @@ class _Worker:
         self.timeout_s = timeout_s
         request = {"gold": job.gold, "answer": job.answer, "policy": list(job.policy), "timeout_s": timeout_s}
         for attempt in range(3):
-            self.launch()
-            self.wait_until_ready()
             try:
+                self.launch()
+                self.wait_until_ready()
                 self._write(request)
                 break
+            except _KilledError:
+                if attempt == 2:
+                    raise
             except OSError:
                 self.kill()
                 if attempt == 2:
@@ -271,7 +279,8 @@ def check_timeout(timeout_s: float) -> None:
 
 def _run(workers: list[_Worker], jobs: Sequence[Job], timeout_s: float) -> list[Reply]:
     for worker in workers:
-        worker.launch()
+        with suppress(OSError):  # found dead, and replaced, when it is given its first job
+            worker.launch()
     waiting = deque(enumerate(jobs))
     replies: list[Reply | None] = [None] * len(jobs)
     busy: dict[int, tuple[_Worker, int]] = {}  # by file descriptor

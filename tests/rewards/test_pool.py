@@ -119,6 +119,18 @@ def test_killed_once_the_answer_is_judged_again(pool: VerifierPool) -> None:
 
 
 @pytest.mark.faults
+def test_killed_while_it_starts_another_one_is_started() -> None:
+    with WorkerPool() as pool2:
+        killer = threading.Thread(
+            target=lambda: wait_until(lambda: pool2.pids) and os.kill(pool2.pids[0], signal.SIGKILL)
+        )
+        killer.start()
+        replies = pool2.judge([Job(r"\sin 2x", r"2\sin x\cos x")])
+        killer.join()
+    assert [reply.kind for reply in replies] == ["correct"]
+
+
+@pytest.mark.faults
 def test_killed_twice_in_a_job_is_a_crash_and_the_pool_goes_on(pool: VerifierPool) -> None:
     killer = kill_soon(pool.workers, times=2)
     verdict = pool.verify(rf"\boxed{{{ENDLESS.answer}}}", ENDLESS.gold, timeout_s=20.0)
