@@ -88,7 +88,7 @@ def garbage(lab: Lab, number: int) -> Outcome:
     seen = {
         json.loads(line)["prompt_index"]
         for file in (root / "completions").glob("step_*.jsonl")
-        for line in file.read_text().splitlines()
+        for line in file.read_text(encoding="utf-8").rstrip("\n").split("\n")
     }
     assert len(seen) > 9000, len(seen)
     noticed = [line.strip() for line in text.splitlines() if "left out" in line]

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from safetensors.torch import load_file
 
 from grpo_lit.callbacks.metrics_file import without_timings
+from grpo_lit.cli import main
 
 ROOT = Path(__file__).parent.parent.parent
 STEPS = 6
+DDP = ("--trainer.devices=2", "--trainer.strategy=ddp")
 LIMIT_S = 230.0
 """No command here takes a tenth of it on an idle machine."""
 BASE = [
@@ -39,7 +45,7 @@ calls = 0
 def extra(prompts, completions, **columns):
     global calls
     calls += 1
-    time.sleep(0.4)
+    time.sleep(0.2)
     fault = os.environ.get("FAULT") if calls == 3 else None
     if fault == "raises":
         raise ValueError("no such grader")
@@ -152,21 +158,22 @@ class Lab:
     def call(
         self, command: list[str], env: dict[str, str] | None = None, **more: Any
     ) -> subprocess.CompletedProcess[str]:
-        """Any command, in the lab's folder."""
-        more = {"capture_output": True, "text": True, "timeout": LIMIT_S, **more}
-        return subprocess.run(command, cwd=self.folder, env=self.environment(env), **more)
+        """Any command of grpo-lit, in the lab's folder; with ``user`` and the like, in an interpreter of its own."""
+        if more or "LD_PRELOAD" in (env or {}) or DDP[0] in command:
+            more = {"capture_output": True, "text": True, "timeout": LIMIT_S, **more}
+            return subprocess.run(command, cwd=self.folder, env=self.environment(env), **more)
+        out, err = self.folder / "stdout.txt", self.folder / "stderr.txt"
+        code = Forked(command[3:], self.folder, self.environment(env), out, err).wait(LIMIT_S)
+        return subprocess.CompletedProcess(command, code, *(file.read_text(errors="replace") for file in (out, err)))
 
-    def start(self, root: Path, *extra: str, env: dict[str, str] | None = None, **more: Any) -> Running:
+    def start(self, root: Path, *extra: str, env: dict[str, str] | None = None) -> Running:
         """Start training and return at once."""
-        log = self.folder / f"{root.name}.log"
+        log, command = self.folder / f"{root.name}.log", self.command(root, *extra)
+        if DDP[0] not in command:
+            return Running(Forked(command[3:], self.folder, self.environment(env), log, log), log, root)
         with log.open("w") as file:
             process = subprocess.Popen(
-                self.command(root, *extra),
-                cwd=self.folder,
-                env=self.environment(env),
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                **more,
+                command, cwd=self.folder, env=self.environment(env), stdout=file, stderr=subprocess.STDOUT
             )
         return Running(process, log, root)
 
@@ -194,11 +201,98 @@ class Lab:
         return "nothing"
 
 
+class Forked:
+    """A command in a process of its own, forked after the libraries were imported; they take most of a short run.
+
+    Args:
+        arguments: after ``grpo-lit``.
+        folder: working directory.
+        environment: the whole of it.
+        out: file of the standard output.
+        err: file of the standard error.
+    """
+
+    def __init__(self, arguments: list[str], folder: Path, environment: dict[str, str], out: Path, err: Path) -> None:
+        self.returncode: int | None = None
+        for file in {out, err}:
+            file.write_text("")
+        preload()
+        sys.stdout.flush()
+        self.pid = os.fork()
+        if self.pid == 0:
+            _be_the_command(arguments, folder, environment, out, err)
+
+    def poll(self) -> int | None:
+        """The exit code, minus the signal's number where one ended it; None while it runs."""
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def wait(self, timeout: float = LIMIT_S) -> int:
+        """The exit code.
+
+        Raises:
+            AssertionError: it still runs; it is killed.
+        """
+        limit = time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if time.monotonic() > limit:
+                self.send_signal(signal.SIGKILL)
+                raise AssertionError(f"still running after {timeout:.0f} s")
+            time.sleep(0.01)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, if the process is still there."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self.send_signal(signal.SIGKILL)
+
+
+def preload() -> None:
+    """Import what a run needs, into this process."""
+    import tensorboard.compat.proto.event_pb2  # noqa: F401
+    import torch.utils.tensorboard  # noqa: F401
+    import transformers.models.llama.modeling_llama  # noqa: F401
+
+    import grpo_lit.cli.compare
+    import grpo_lit.cli.generate
+    import grpo_lit.cli.train  # noqa: F401
+
+
+def _be_the_command(arguments: list[str], folder: Path, environment: dict[str, str], out: Path, err: Path) -> NoReturn:
+    code = 1
+    try:
+        os.chdir(folder)
+        os.environ.clear()
+        os.environ.update(environment)
+        for number, file in ((1, out), (2, err)):
+            os.dup2(os.open(file, os.O_WRONLY | os.O_APPEND), number)
+        sys.path.insert(0, str(folder))  # as python -m does
+        sys.argv = ["grpo-lit", *arguments]
+        code = main(arguments)
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        with contextlib.suppress(BaseException):
+            atexit._run_exitfuncs()
+        os._exit(code)
+
+
 @dataclass
 class Running:
     """A run that goes on while the fault is injected."""
 
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | Forked
     log: Path
     root: Path
 

@@ -10,9 +10,8 @@ import subprocess
 import time
 from pathlib import Path
 
-from faults.lab import LIMIT_S, STEPS, Lab, NotPossibleError, Outcome, Running, fault, said
+from faults.lab import DDP, LIMIT_S, STEPS, Lab, NotPossibleError, Outcome, Running, fault, said
 
-DDP = ("--trainer.devices=2", "--trainer.strategy=ddp")
 CLOCK = """
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -58,7 +57,7 @@ def sigkill(lab: Lab, number: int) -> Outcome:
     numbers = random.Random(number)
     running = lab.start(lab.fresh("sigkill"))
     running.wait_for_lines(numbers.randrange(STEPS + 1))
-    time.sleep(numbers.random() * 0.6)
+    time.sleep(numbers.random() * 0.4)
     running.process.kill()
     return _resumed(lab, running, running.process.wait())
 

@@ -70,7 +70,11 @@ def pickled_code(lab: Lab, number: int) -> Outcome:
     return _refused(lab, mark, [*fit, *([f"--data.sent_cache={folder / name}"] if number == 5 else custom)])
 
 
-@fault("configuration that names code: optimizer, callback, data, logger, rewards (2), YAML tag, model code", tries=8)
+@fault(
+    "configuration that names code: optimizer, callback, data, logger, profiler, strategy, plugin, rewards (2), "
+    "YAML tag, code of a model",
+    tries=11,
+)
 def code_by_name(lab: Lab, number: int) -> Outcome:
     """What is no optimizer, callback, ... is not called, and a model's own Python is not imported."""
     mark, folder = lab.folder / "ran", lab.fresh("by_name")
@@ -87,6 +91,9 @@ def code_by_name(lab: Lab, number: int) -> Outcome:
         {"model": {"rewards": [f"os.system(command={shell!r})"]}},
         {},
         {},
+        {"trainer": {"profiler": popen}},
+        {"trainer": {"strategy": popen}},
+        {"trainer": {"plugins": popen}},
     )
     config, more = folder / "config.yaml", [f"--config={folder / 'config.yaml'}"]
     config.write_text(yaml.safe_dump(sections[number]))
