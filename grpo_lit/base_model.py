@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
@@ -48,6 +50,9 @@ def load_base_model(config: PolicyConfig, source: ModelSource, device: torch.dev
         raise SystemFault(f"model.policy.path={source.spec!r}: does not fit into memory ({error})") from error
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise UserError("model.policy.path", source.spec, f"a causal language model ({one_line(error)})") from error
+    except (SafetensorError, UnpicklingError, EOFError, RuntimeError) as error:
+        accepted = f"a model whose weights are whole and run no code when they are read ({one_line(error)})"
+        raise UserError("model.policy.path", source.spec, accepted) from error
     if source.gguf_file:
         # The tensors are plain floating point by now; these marks would make transformers refuse to save the model.
         del model.config.quantization_config

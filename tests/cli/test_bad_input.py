@@ -15,6 +15,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
+from grpo_lit.base_model import load_base_model
 from grpo_lit.checkpoint import lora_fingerprint, model_fingerprint
 from grpo_lit.cli import main
 from grpo_lit.cli.train import check_checkpoint
@@ -244,6 +245,47 @@ def test_damaged_adapter_is_refused(
     model = LlamaForCausalLM.from_pretrained(tiny_llama)
     with pytest.raises(UserError, match=rf"^adapter=.*{re.escape(words)}"):
         load_adapter(model, tmp_path)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        "{class_path: os.system, init_args: {command: touch ran}}",
+        "{class_path: subprocess.run, init_args: {args: touch ran, shell: true}}",
+        "os.system",
+        "torch.nn.Linear",
+    ],
+)
+def test_what_is_no_optimizer_is_not_called(
+    optimizer: str, tiny_llama: Path, tmp_path: Path, fit_arguments: Fit, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, error = one_line(capsys, fit_arguments(tiny_llama, tmp_path / "run", f"--model.optimizer={optimizer}"))
+    assert code == 2
+    assert "model.optimizer" in error
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("kind", ["truncated", "pickled", "torn"])
+def test_base_weights_that_are_not_whole_or_run_code_are_refused(kind: str, tiny_llama: Path, tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> tuple[object, ...]:
+            return (Path.touch, (tmp_path / "ran",))
+
+    folder = Path(shutil.copytree(tiny_llama, tmp_path / "model"))
+    weights = folder / "model.safetensors"
+    if kind == "truncated":
+        weights.write_bytes(weights.read_bytes()[:-100])
+    else:
+        weights.unlink()
+        torch.save({"model.norm.weight": Evil()}, folder / "pytorch_model.bin")
+    if kind == "torn":
+        (folder / "pytorch_model.bin").write_bytes(b"PK\x03\x04 half a file")
+    config = PolicyConfig(path=str(folder))
+    with pytest.raises(UserError, match=r"model.policy.path=.*whole and run no code"):
+        load_base_model(config, resolve_model_source(str(folder)), torch.device("cpu"))
+    assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.faults
