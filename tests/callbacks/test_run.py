@@ -112,7 +112,11 @@ def test_full_disk_ends_in_one_line_and_the_last_good_checkpoint_survives(
 
 @pytest.mark.faults
 def test_stopped_at_once_ends_with_a_word(
-    fit_arguments: Fit, tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    fit_arguments: Fit,
+    tiny_llama: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     (tmp_path / "impatient.py").write_text(
         "import os, signal, time\n"
