@@ -173,6 +173,21 @@ assert grpo_lit.kernels.__all__
         assert usable == "False"
 
 
+def test_two_checkouts_on_the_path_do_not_step_aside_for_each_other(tmp_path: Path) -> None:
+    for checkout in ("one", "two"):
+        (tmp_path / checkout / "kernels").mkdir(parents=True)
+        for name in ("__init__.py", "_root_link.py"):
+            shutil.copy(ROOT / "grpo_lit" / "kernels" / name, tmp_path / checkout / "kernels" / name)
+    done = subprocess.run(
+        [sys.executable, "-c", "import kernels; print(kernels.__version__)"],
+        cwd=tmp_path / "one",
+        env={**os.environ, "PYTHONPATH": str(tmp_path / "two")},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout == "0\n", done.stderr[-500:]
+
+
 def test_installed_kernels_distribution_wins_over_the_root_link(tmp_path: Path) -> None:
     (tmp_path / "kernels").mkdir()
     (tmp_path / "kernels" / "__init__.py").write_text("from kernels.hub import get_kernel\n")

@@ -24,8 +24,8 @@ def step_aside(name: str) -> None:
     Args:
         name: the bare name that was imported, `kernels`.
     """
-    ours = os.path.dirname(os.path.realpath(__file__))
-    elsewhere = [e for e in sys.path if os.path.realpath(os.path.join(e or os.curdir, name)) != ours]
+    mark = os.path.join(name, os.path.basename(__file__))  # of this checkout, and of any other on the path
+    elsewhere = [e for e in sys.path if not os.path.isfile(os.path.join(e or os.curdir, mark))]
     spec = PathFinder.find_spec(name, elsewhere)
     if spec is None or spec.loader is None:
         sys.modules[name].__dict__["__version__"] = "0"
