@@ -44,7 +44,7 @@ def _advance_kernel(  # type: ignore[no-untyped-def]
     tl.store(out_logprobs + target + tl.minimum(done, width - 1), logprob, mask=active)
     done = done + active.to(tl.int32)
     ended = done >= width
-    for index in tl.static_range(NUM_EOS):
+    for index in range(NUM_EOS):  # a loop: there may be hundreds
         ended = ended | (drawn == tl.load(eos + index))
     where = tl.where(active & (ended == 0), where + 1, -1)
     following = tl.load(table + target + tl.minimum(done, width - 1), mask=inside, other=0.0)
