@@ -31,11 +31,11 @@ class AdaptiveMicroBatch(PhaseListener, Callback):
     micro-batch of short rows may hold many and one of long rows few, and ``model.micro_batch_size`` is their ceiling.
     The gradient does not depend on any of it.
 
-    Before the first step the worst case is tried: rows of the longest prompt and a full completion, forward and
-    backward, on weights and random number generators that are left as they were. What does not fit is halved there
-    and not in the middle of the run. After an out-of-memory error (with `OOMReplay`) the size that failed is
-    approached again slowly, and the batch sizes of scoring and rollout are led back likewise. Ranks adapt each on
-    its own. The sizes go into the checkpoint.
+    Before the first step the worst case is tried, where a data module knows it: rows of the longest prompt and a full
+    completion, forward and backward, on weights and random number generators that are left as they were. What does not
+    fit is halved there and not in the middle of the run. After an out-of-memory error (with `OOMReplay`) the size that
+    failed is approached again slowly, and the batch sizes of scoring and rollout are led back likewise. Ranks adapt
+    each on its own. The sizes go into the checkpoint.
 
     On a CPU, where no peak is known, only the way back after errors acts.
 
@@ -90,16 +90,18 @@ class AdaptiveMicroBatch(PhaseListener, Callback):
         if self.max_rows is not None:
             module.micro_batch_size = self.max_rows
         prompt, completion = self._longest(trainer, module)
-        self._ceiling_tokens = module.micro_batch_size * (prompt + completion)
-        if self.dry_run and self.measures(module):
+        config = module.live_policy.model.config
+        row = prompt + completion if prompt else int(getattr(config, "max_position_embeddings", None) or 2**20)
+        self._ceiling_tokens = module.micro_batch_size * row
+        if prompt and self.dry_run and self.measures(module):
             self._rehearse(module, prompt, completion)
         self._apply(module)
 
     @staticmethod
     def _longest(trainer: Trainer, module: GRPOModule) -> tuple[int, int]:
-        """Tokens of the longest prompt and completion that a step may hold."""
+        """Tokens of the longest prompt, 0 where no data module knows, and of the longest completion."""
         longest: tuple[int, int] = getattr(trainer.datamodule, "longest_prompts", (0, 0))  # type: ignore[attr-defined]
-        return max(longest[0], 1), module.rollout_config.sampling.max_completion_length
+        return longest[0], module.rollout_config.sampling.max_completion_length
 
     def _rehearse(self, module: GRPOModule, prompt: int, completion: int) -> None:
         """Find by halving what fits of the worst case, and measure it."""

@@ -12,12 +12,14 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer, seed_everything
+from torch.utils.data import DataLoader
 
 from grpo_lit.callbacks import AdaptiveMicroBatch, MetricsFile, OOMReplay
 from grpo_lit.callbacks._backoff import Backoff
 from grpo_lit.callbacks.metrics_file import without_timings
 from grpo_lit.checkpoint import rng_state
 from grpo_lit.datamodules import MathDataModule
+from grpo_lit.datamodules.loader import PromptBatch
 from grpo_lit.errors import UserError
 from grpo_lit.lora import LoRAConfig
 from grpo_lit.module import GRPOModule
@@ -98,7 +100,9 @@ def everything(module: GRPOModule) -> tuple[Any, ...]:
     )
 
 
-def fit(model: Path, root: Path, *callbacks: Any, max_steps: int = 4, **kwargs: Any) -> list[dict[str, Any]]:
+def fit(
+    model: Path, root: Path, *callbacks: Any, max_steps: int = 4, batches: Any = None, **kwargs: Any
+) -> list[dict[str, Any]]:
     seed_everything(7)
     module = GRPOModule(
         PolicyConfig(str(model), dtype="fp32"),
@@ -113,8 +117,22 @@ def fit(model: Path, root: Path, *callbacks: Any, max_steps: int = 4, **kwargs: 
         enable_progress_bar=False, enable_model_summary=False, default_root_dir=str(root),
         callbacks=[*callbacks, MetricsFile()],
     )  # fmt: skip
-    trainer.fit(module, datamodule=data)
+    if batches is None:
+        trainer.fit(module, datamodule=data)
+    else:
+        trainer.fit(module, train_dataloaders=batches)
     return [json.loads(line) for line in (root / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_prompts_of_unknown_length_do_not_lower_the_ceiling(tiny_llama: Path, tmp_path: Path) -> None:
+    batch = PromptBatch(["prompt"] * 2, [list(range(3, 40))] * 2, [0, 1], {"answer": ["0"] * 2})
+    device = SmallDevice(10**6)
+    callback = OnDevice(device)
+    loader = DataLoader([batch], collate_fn=lambda batches: batches[0])
+    (line,) = fit(tiny_llama, tmp_path, device, callback, max_steps=1, batches=loader, micro_batch_size=8)
+    assert line["micro_batch/rows"] == 8
+    assert len(device.largest) == 1, "nothing was tried before"
+    assert callback.bytes_per_token is not None, "and the first pass was measured"
 
 
 def test_rows_are_packed_by_length_under_a_budget_of_tokens() -> None:
