@@ -1,0 +1,60 @@
+"""Waiting of ranks by layout: steps are sorted, warm-up is left out, shares are of the whole step."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from grpo_lit.bench import scaling
+from grpo_lit.bench.ragged import FIELDS, RaggedLengths, read_waits
+from grpo_lit.errors import UserError
+
+
+def test_steps_are_sorted_by_layout_and_the_first_of_each_left_out(tmp_path: Path) -> None:
+    steps = [
+        {
+            "step": step + 1,
+            "perf/step_s": 10.0 + step,
+            "perf/tokens_per_sec": 100.0,
+            "perf/rollout_s": 5.0 + step,
+            "perf/rank_wait_rollout_s": 0.5 * step,
+            "perf/rank_wait_train_s": 0.25,
+        }
+        for step in range(6)
+    ]
+    metrics = tmp_path / "metrics.jsonl"
+    lines = [{"step": 0, "val/accuracy": 0.0}, *steps]
+    metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    groups, queue = read_waits(metrics, ["groups", "queue"], warm_up=1)
+    assert (groups.layout, groups.steps) == ("groups", 2)
+    assert (groups.step_s, groups.rollout_s, groups.rollout_wait_s) == (13.0, 8.0, 1.5)  # of steps 2 and 4 from 0
+    assert (queue.step_s, queue.rollout_wait_s, queue.train_wait_s) == (14.0, 2.0, 0.25)
+    assert groups.waited_share == pytest.approx(1.75 / 13)
+    assert groups.tokens_per_s == pytest.approx(100.0)
+    assert list(queue.row()) == list(FIELDS)
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--ragged", "0"], ["--rows_in_flight", "4"], ["--ragged", "8", "--rows_in_flight", "0"]]
+)
+def test_mistakes_are_named(arguments: list[str]) -> None:
+    with pytest.raises(UserError, match=r"--(ragged|rows_in_flight)"):
+        scaling._parse(arguments)
+
+
+def test_every_token_may_end_a_completion() -> None:
+    class Stub:  # what the callback reads and writes of a module
+        def __init__(self) -> None:
+            model = type("M", (), {"get_input_embeddings": lambda _: torch.nn.Embedding(512, 2)})()
+            self.live_policy = type("P", (), {"model": model})()
+            self.engine = type("E", (), {"eos_token_ids": [2]})()
+            self.rollout_config = type("C", (), {"layout": "groups"})()
+            self.rollout_step = 4
+
+    module = Stub()
+    RaggedLengths(64, ["groups", "split", "queue"]).on_train_batch_start(None, module, None, 0)  # type: ignore[arg-type]
+    assert module.engine.eos_token_ids == list(range(8))
+    assert module.rollout_config.layout == "split"
