@@ -137,3 +137,20 @@ def test_every_field_has_a_line_of_help() -> None:
         after = source.split(f"    {field.name}: ", 1)[1].split('"""', 2)
         assert after[1].strip().endswith("."), field.name
         assert "\n" not in after[1], field.name
+
+
+def test_the_words_of_the_config_are_those_of_the_functions_it_calls() -> None:
+    """A new variant is named in the function's table and in the annotation; one alone would be refused by the other."""
+    from typing import get_args, get_type_hints
+
+    from grpo_lit.loss.advantages import ADVANTAGE_SCALES
+    from grpo_lit.loss.config import _RATIOS
+    from grpo_lit.loss.weights import REDUCTIONS
+
+    words = {name: get_args(kind) for name, kind in get_type_hints(LossConfig).items()}
+    assert words["advantage_scale"] == ADVANTAGE_SCALES
+    assert words["reduction"] == REDUCTIONS
+    assert set(words["objective"]) == set(_RATIOS)
+    for name in ("advantage_scale", "reduction", "objective", "ratio", "token_rule"):
+        with pytest.raises(UserError, match=f"model.loss.{name}='nothing': accepted is {words[name][0]}"):
+            LossConfig(**{name: "nothing"})

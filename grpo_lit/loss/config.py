@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args, get_origin, get_type_hints
 
 from torch import Tensor
 
 from grpo_lit.errors import UserError
 from grpo_lit.loss.advantages import group_advantages
 from grpo_lit.loss.weights import token_weights
-
-_CHOICES = {
-    "ratio": ("token", "sequence", "sequence_token"),
-    "objective": ("clip", "unclipped", "cispo", "sapo", "vespo", "gmpo", "reinforce"),
-    "reduction": ("sequence_mean", "token_mean", "alpha", "fixed_length"),
-    "advantage_scale": ("group", "batch", "none"),
-    "advantage_std": ("population", "sample"),
-    "token_rule": ("none", "clip_cov", "kl_cov", "sent"),
-    "rollout_correction": ("none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
-}
 
 # Which ratio levels an objective can be stated with, and why not the others.
 _RATIOS = {
@@ -103,7 +94,7 @@ class LossConfig:
     """Largest such weight."""
 
     def __post_init__(self) -> None:
-        for name, accepted in _CHOICES.items():
+        for name, accepted in _choices().items():
             value = getattr(self, name)
             if value not in accepted:
                 raise _refused(name, value, " | ".join(accepted))
@@ -221,6 +212,13 @@ class LossConfig:
         if self.ratio != "token":
             level = f"token with token_rule={self.token_rule!r}: it acts on tokens"
             raise _refused("ratio", self.ratio, level)
+
+
+@functools.cache
+def _choices() -> dict[str, tuple[str, ...]]:
+    """Accepted words of each field that is one of several, as its annotation lists them."""
+    kinds = get_type_hints(LossConfig)
+    return {name: get_args(kind) for name, kind in kinds.items() if get_origin(kind) is Literal}
 
 
 def _refused(name: str, value: object, accepted: str) -> UserError:
