@@ -21,6 +21,7 @@ import torch
 
 from grpo_lit.bench.timing import Timer
 from grpo_lit.errors import OneLineParser, UserError
+from grpo_lit.paths import csv_argument
 
 if TYPE_CHECKING:
     from grpo_lit.bench.kernel_cases import Case
@@ -55,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--sections", nargs="+", default=list(SECTIONS), metavar="NAME", help=" | ".join(SECTIONS))
     parser.add_argument("--samples", type=int, default=15, help="timed samples of each candidate (default 15)")
     parser.add_argument("--modes", nargs="+", default=["full"], metavar="MODE", help="full | forward | backward")
-    parser.add_argument("--csv", type=Path, help="write every row with GPU, versions and date to this file")
+    parser.add_argument("--csv", type=csv_argument, help="write every row with GPU, versions and date to this file")
     parser.add_argument("--plot", type=Path, help="write bandwidth against vocabulary to this image")
     parser.add_argument("--json", action="store_true", help="print the rows as JSON, and nothing else")
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile (and what uses it) out")
@@ -92,6 +93,8 @@ def main(argv: Sequence[str]) -> int:
         timer.run(case.candidates)
         new = _rows(case, context)
         rows += new
+        if options.csv is not None:  # after every case, so that a run cut short leaves what it measured
+            _write_csv(options.csv, rows)
         for line in _table(case, new):
             show(line)
         del case
@@ -101,8 +104,6 @@ def main(argv: Sequence[str]) -> int:
         print(f"further from float64 than the rule allows: {failure}", file=sys.stderr)
     if options.plot is not None:
         _plot(options.plot, device, timer, context)
-    if options.csv is not None:
-        _write_csv(options.csv, rows)
     if options.json:
         print(json.dumps({"context": context, "rows": rows, "failures": failures}))
     return 1 if failures else 0
