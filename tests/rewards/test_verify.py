@@ -427,6 +427,11 @@ def test_a_calculation_is_judged_by_what_it_was_worked_out_to(sign: str) -> None
         assert not verify_math(wrong, "3").correct, wrong
 
 
+def test_the_last_value_of_a_calculation_counts() -> None:
+    assert verify_math("1+2 = 4 = 3", "3").correct
+    assert not verify_math("1+2 = 3 = 4", "3").correct
+
+
 def test_numbers_that_are_written_out_stay_answers() -> None:
     fine = {"1+2 = 3": "3", "3 = 1+2": "3", "-3": "-3", r"\boxed{6/2}": "3", r"\boxed{2^{10}}": "1024", "1+2": "1+2"}
     fine |= {r"3 \times 10^5": "300000", "3*10^{-1}": "0.3", r"2\sqrt{4}": "4", "1+2x": "2x+1", r"\sqrt{64} = 8": "8"}
