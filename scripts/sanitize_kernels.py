@@ -5,8 +5,8 @@
 
 Inputs and references are made on the CPU, so that little but the kernels themselves runs on the device. Sizes are the
 smallest that reach each path: rows cut into several programs that wait for each other, rows off a 16-byte boundary,
-sums over several programs, ends of tiles. Exit code 1 if a tool reports anything in a
-kernel of the package, a result is wrong, or a kernel of the package was never launched.
+sums over several programs, ends of tiles. Exit code 1 if a tool reports anything in a kernel of the package, a result
+is wrong, or a kernel of the package was never launched.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def products() -> None:
     for nested in (True, False):
         weight = nf4(randn(70, 1344), nested)
         for dtype in (torch.bfloat16, torch.float16):
-            check(f"dequantize, nested {nested}", lambda _, w, dtype=dtype: [w.dequantize(dtype)], weight)  # type: ignore[misc]
+            check(f"dequantize {dtype}", lambda _, w, dtype=dtype: [w.dequantize(dtype)], weight)  # type: ignore[misc]
             for rows in (1, 20):
                 x = randn(rows, 1344, dtype=dtype)
                 label = f"nf4_matmul, {rows} rows {dtype}"
