@@ -66,7 +66,7 @@ class LoRAConfig:
     def __post_init__(self) -> None:
         if self.rank < 1:
             raise UserError("model.lora.rank", self.rank, "a whole number of at least 1")
-        if self.alpha <= 0:
+        if not 0 < self.alpha < float("inf"):
             raise UserError("model.lora.alpha", self.alpha, "a number above 0")
         if not self.targets:
             raise UserError("model.lora.targets", self.targets, "at least one projection name, such as q_proj")
@@ -276,11 +276,22 @@ def save_adapter(model: nn.Module, folder: str | Path, *, base_model: str) -> No
     write_whole(folder / ADAPTER_CONFIG, json.dumps(config, indent=2) + "\n")
 
 
+# What PEFT can put into an adapter besides A and B at one rank and scale.
+_BEYOND_LORA = (
+    *("use_dora", "bias", "lora_bias", "modules_to_save", "rank_pattern", "alpha_pattern", "layer_replication"),
+    *("trainable_token_indices", "target_parameters"),
+)
+
+
 def read_adapter_config(folder: str | Path, *, argument: str) -> dict[str, Any]:
     """Read ``adapter_config.json`` of a PEFT LoRA folder.
 
+    Returns:
+        Its keys; ``target_modules`` as the last parts of names, ``lora_alpha`` so that alpha / r is the scale, which
+        rank-stabilized adapters (2312.03732) have as alpha / sqrt(r).
+
     Raises:
-        UserError: the folder holds no LoRA adapter.
+        UserError: the folder holds no LoRA adapter, or one with parts that plain LoRA does not have.
     """
     path = Path(folder) / ADAPTER_CONFIG
     if not path.is_file():
@@ -293,6 +304,16 @@ def read_adapter_config(folder: str | Path, *, argument: str) -> dict[str, Any]:
         raise UserError(argument, str(folder), "an adapter whose peft_type is LORA")
     if missing := [key for key in ("r", "lora_alpha", "target_modules") if key not in config]:
         raise UserError(argument, str(folder), f"an adapter whose {ADAPTER_CONFIG} has {', '.join(missing)}")
+    if beyond := [key for key in _BEYOND_LORA if config.get(key) not in (None, False, "none", [], {})]:
+        accepted = (
+            f"an adapter of plain LoRA, without {beyond[0]}: merge it into its base with PEFT and give that model"
+        )
+        raise UserError(argument, str(folder), accepted)
+    if not isinstance(config["target_modules"], list):
+        raise UserError(argument, str(folder), "an adapter whose target_modules are listed by name")
+    config["target_modules"] = sorted({str(name).rpartition(".")[2] for name in config["target_modules"]})
+    if config.get("use_rslora"):
+        config["lora_alpha"] *= math.sqrt(config["r"])
     return config
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from grpo_lit.lora import (
     load_adapter,
     lora_layers,
     merge_lora,
+    read_adapter_config,
     save_adapter,
 )
 
@@ -124,6 +126,43 @@ def test_peft_loads_the_folder_and_agrees(name: str, tmp_path: Path, request: py
     again = load(folder)
     load_adapter(again, tmp_path / "adapter")
     assert torch.equal(logits(again), logits(model))
+
+
+@pytest.mark.parametrize("settings", [{}, {"use_rslora": True}, {"target_modules": "all-linear"}], ids=str)
+def test_an_adapter_that_peft_made_is_read_as_peft_reads_it(
+    settings: dict[str, object], tiny_llama: Path, tmp_path: Path
+) -> None:
+    peft = pytest.importorskip("peft", reason="peft makes the adapter; it is in the test extra")
+    given = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
+    theirs = peft.get_peft_model(load(tiny_llama), peft.LoraConfig(**{**given, **settings})).eval()
+    for name, weights in theirs.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weights, std=0.2)
+    theirs.save_pretrained(tmp_path)
+    ours = load(tiny_llama)
+    load_adapter(ours, tmp_path)
+    assert (logits(ours) - logits(load(tiny_llama))).abs().max() > 0.1
+    assert torch.allclose(logits(theirs), logits(ours), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"use_dora": True}, "without use_dora"),
+        ({"modules_to_save": ["lm_head"]}, "without modules_to_save"),
+        ({"rank_pattern": {"q_proj": 8}}, "without rank_pattern"),
+        ({"bias": "all"}, "without bias"),
+        ({"target_modules": ".*q_proj"}, "listed by name"),
+    ],
+    ids=str,
+)
+def test_an_adapter_that_is_more_than_plain_lora_is_refused(
+    settings: dict[str, object], words: str, tmp_path: Path
+) -> None:
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "bias": "none", **settings}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=f"adapter=.*{words}"):
+        read_adapter_config(tmp_path, argument="adapter")
 
 
 def test_adapter_of_another_shape_is_refused(tiny_llama: Path, tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ from grpo_lit.memory.sizes import ModelSizes
 from grpo_lit.memory.units import parse_bytes
 from grpo_lit.model_source import load_model_config, resolve_model_source
 from grpo_lit.module import GRPOModule
+from grpo_lit.paths import csv_argument
 from grpo_lit.rollout import Rollout, SamplingConfig
 from grpo_lit.rollout.base import left_pad
 
@@ -95,7 +96,7 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         action="append",
         help="NAME:ARGUMENTS, may be repeated: one run each, with further arguments of grpo-lit fit",
     )
-    parser.add_argument("--csv", help="file for the rows of the tables")
+    parser.add_argument("--csv", type=csv_argument, help="file for the rows of the tables")
     parser.add_argument("--cpu", action="store_true", help="on the CPU, where only the host's memory is measured")
     parser.add_argument("--no-expandable", action="store_true", help="torch's own allocator settings")
     options, rest = parser.parse_known_args(list(argv))

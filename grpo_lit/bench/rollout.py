@@ -23,6 +23,7 @@ from grpo_lit.bench import rollout_cases as cases
 from grpo_lit.bench.rollout_breakdown import breakdown, lines
 from grpo_lit.bench.shapes import SHAPES
 from grpo_lit.errors import OneLineParser, SystemFault, UserError
+from grpo_lit.paths import csv_argument
 from grpo_lit.rollout.model_reader import weight_bytes
 from grpo_lit.rollout.stats import copy_bandwidth
 
@@ -41,7 +42,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--samples", type=int, default=3, help="timed rollouts of each size (default 3)")
     parser.add_argument("--hf-tokens", type=int, help="time hf on so many tokens a row at most (it takes minutes)")
     parser.add_argument("--breakdown", action="store_true", help="where a step's time goes, kernel by kernel (CUDA)")
-    parser.add_argument("--csv", type=Path, help="write every row with GPU, versions and date to this file")
+    parser.add_argument("--csv", type=csv_argument, help="write every row with GPU, versions and date to this file")
     parser.add_argument("--plot", type=Path, help="write ms per step against rows to this image")
     parser.add_argument("--json", action="store_true", help="print the rows as JSON, and nothing else")
     return parser

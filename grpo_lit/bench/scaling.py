@@ -27,6 +27,7 @@ import torch
 from grpo_lit.bench import ragged
 from grpo_lit.bench.shapes import SHAPES, write_model_folder
 from grpo_lit.errors import OneLineParser, SystemFault, UserError
+from grpo_lit.paths import csv_argument
 
 FIELDS = ("scaling", "devices", "rows", "step_s", "tokens_per_s", "ratio", "allreduce_share", "rank_wait_s")
 
@@ -103,7 +104,7 @@ def _ragged(options: argparse.Namespace, accelerator: str, folder: Path, scratch
     return 0
 
 
-def _write_csv(path: str | None, fields: Sequence[str], rows: Sequence[dict[str, object]]) -> None:
+def _write_csv(path: Path | None, fields: Sequence[str], rows: Sequence[dict[str, object]]) -> None:
     if path:
         with open(path, "w", newline="") as file:
             writer = csv.DictWriter(file, fields)
@@ -133,7 +134,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--cpu", action="store_true", help="processes on the CPU, in fp32: the same path, not its speed"
     )
-    parser.add_argument("--csv", default=None, help="also write the table to this file")
+    parser.add_argument("--csv", type=csv_argument, help="also write the table to this file")
     options = parser.parse_args(list(argv))
     for name in ("prompts", "group_size", "tokens", "micro_batch_size", "steps"):
         if getattr(options, name) < 1:

@@ -27,8 +27,9 @@ from typing import Any
 
 import torch
 
-from grpo_lit.bench.shapes import SHAPES
+from grpo_lit.bench.shapes import SHAPES, write_model_folder
 from grpo_lit.errors import OneLineParser, UserError
+from grpo_lit.paths import csv_argument
 
 # rollout engine and further arguments; recorded: with the layers recorded as CUDA graphs for training too
 OURS: dict[str, tuple[str, list[str]]] = {
@@ -67,7 +68,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--steps", type=int, default=3, help="optimizer steps; the first warms up and is not counted")
     made.add_argument("--profile", action="store_true", help="also: device time of one more step by kind of kernel")
     made.add_argument("--timeout", type=float, default=600, help="seconds a candidate may take")
-    made.add_argument("--csv", type=Path, help="write every row with device, versions and date to this file")
+    made.add_argument("--csv", type=csv_argument, help="write every row with device, versions and date to this file")
     made.add_argument("--json", action="store_true", help="print the rows as JSON, and nothing else")
     made.add_argument("--cpu", action="store_true", help="on the CPU: shows that it works, measures nothing")
     made.add_argument("--child", choices=(*OURS, "trl"), help=argparse.SUPPRESS)
@@ -91,6 +92,7 @@ def main(argv: Sequence[str]) -> int:
         raise UserError("--candidates", "trl", "our candidates: TRL has no --task")
     if options.child:
         return _child(options, extra)
+    _check_configuration(options, extra)
     rows, failed = [], False
     show = (lambda line: None) if options.json else (lambda line: print(line, flush=True))
     context = _context(options)
@@ -111,6 +113,23 @@ def main(argv: Sequence[str]) -> int:
     if options.json:
         print(json.dumps({"context": context, "rows": rows}))
     return int(failed or not rows)
+
+
+def _check_configuration(options: argparse.Namespace, extra: Sequence[str]) -> None:
+    """See here that ``--task`` and the further arguments are accepted: a child's error would be read as a failure.
+
+    Raises:
+        UserError: they are not.
+    """
+    from grpo_lit.cli.train import build
+
+    if not options.task and not extra:
+        return
+    with tempfile.TemporaryDirectory() as scratch:
+        own = [f"--config={options.task or '3060ti'}", "--trainer.accelerator=cpu"]
+        if not options.task:
+            own.append(f"--model.policy.path={write_model_folder(options.shape, Path(scratch))}")
+        build("bench step", [*own, f"--trainer.default_root_dir={scratch}", *extra])
 
 
 def _write(path: Path, rows: Sequence[dict[str, Any]]) -> None:

@@ -77,7 +77,7 @@ class CLIParser(LightningArgumentParser):
             if isinstance(cause, UserError):
                 raise cause
             cause = cause.__cause__ or cause.__context__
-        raise ParseError(_with_suggestion(self, _whole_name(self, tidy(message)))) from ex
+        raise ParseError(_with_suggestion(self, tidy(message))) from ex
 
     def dump(self, *args: Any, **kwargs: Any) -> str:
         """As jsonargparse's; ``skip_none``, which Lightning passes, has another name from its version 4.49 on."""
@@ -107,14 +107,6 @@ def tidy(message: str) -> str:
     return re.sub(r'^"([\w.]+)": ', r"\1: ", text)
 
 
-def _whole_name(parser: LightningArgumentParser, message: str) -> str:
-    """A data module is parsed as a whole, and its keys are called as if there were no section around them."""
-    root = message.partition(":")[0].partition(".")[0]
-    if {"data", root} & {action.dest for action in parser._actions} == {"data"}:
-        return f"data.{message}" if root in inspect.signature(MathDataModule).parameters else message
-    return message
-
-
 def _with_suggestion(parser: LightningArgumentParser, message: str) -> str:
     """Name the nearest accepted key where an unknown one was given."""
     match = re.search(
@@ -141,7 +133,7 @@ def _with_suggestion(parser: LightningArgumentParser, message: str) -> str:
 
 def _trainer_mistake(config: Any, message: str) -> UserError:
     """What Lightning says of a setting of its trainer, under the name that it gives in backticks."""
-    name = next((name for name in re.findall(r"`(\w+)", message) if name in config), None)
+    name = next((name for name in re.findall(r"(?:`|\bfor )(\w+)", message) if name in config), None)
     if name is None:
         return UserError("trainer", message, "settings that Trainer takes")
     return UserError(f"trainer.{name}", config[name], f"a setting that Trainer takes ({message.rstrip('.')})")
@@ -275,7 +267,12 @@ class GRPOCLI(LightningCLI):
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         """Parse without Lightning's warning about ``sys.argv``."""
-        self.config = parser.parse_args(args)  # type: ignore[arg-type]
+        try:
+            self.config = parser.parse_args(args)  # type: ignore[arg-type]
+        except ParseError as error:  # a data module is parsed as a whole, as if there were no section around its keys
+            if str(error).partition(":")[0].partition(".")[0] not in inspect.signature(MathDataModule).parameters:
+                raise
+            raise ParseError(f"data.{error}") from error
         for name in _SECTIONS:
             if self.config.get(name, ()) is None:
                 raise UserError(name, None, "a section; leave it out for its defaults")
@@ -310,11 +307,12 @@ class GRPOCLI(LightningCLI):
         except UserError:
             raise
         except MisconfigurationException as error:
-            if config["devices"] not in (0, "0", [], ""):
+            if config["devices"] in (0, "0", [], ""):
+                accepted = "at least 1 device, a list of them, or auto"
+                raise UserError("trainer.devices", config["devices"], accepted) from error
+            if config["accelerator"] not in ("auto", "cpu"):  # mostly one that is not there: no mistake in a setting
                 raise
-            raise UserError(
-                "trainer.devices", config["devices"], "at least 1 device, a list of them, or auto"
-            ) from error
+            raise _trainer_mistake(config, " ".join(str(error).split())) from error
         except (TypeError, ValueError) as error:  # a strategy, accelerator or number of devices that there is not
             raise _trainer_mistake(config, " ".join(str(error).split())) from error
 

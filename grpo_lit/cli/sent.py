@@ -38,6 +38,7 @@ from grpo_lit.datamodules.sent_report import draw, markdown
 from grpo_lit.errors import SystemFault, UserError
 from grpo_lit.module import GRPOModule
 from grpo_lit.oom import is_out_of_memory
+from grpo_lit.paths import output_file
 from grpo_lit.policy import load_policy
 from grpo_lit.prompts import prefilled_tail
 from grpo_lit.rewards import compute_rewards, final_answer
@@ -83,8 +84,8 @@ def main(arguments: Sequence[str]) -> int:
     config = SentConfig(**vars(cli.config_init["sent"]))
     module, data = cli.model, cli.datamodule
     default = data.sent_cache or str(Path(cli.trainer.default_root_dir) / "sent.jsonl")
-    path = Path(config.output or default).expanduser()
-    if path.is_dir() or path.suffix in (".md", ".png"):  # table and figure take the cache's name with these endings
+    path = output_file(config.output or default, "sent.output")
+    if path.suffix in (".md", ".png"):  # table and figure take the cache's name with these endings
         raise UserError("sent.output", str(path), "a file such as sent.jsonl; .md and .png will lie beside it")
     data.sent_cache, data.sent_stage, data.sampler = None, None, SamplerConfig()
     check_data(cli)

@@ -17,6 +17,7 @@ from grpo_lit.cli.train import build
 from grpo_lit.errors import SystemFault, UserError
 from grpo_lit.evaluation.store import write_text
 from grpo_lit.files import append_line
+from grpo_lit.paths import output_folder
 from grpo_lit.tune.report import write_outcome
 from grpo_lit.tune.search import Outcome, changes_text, search
 from grpo_lit.tune.space import changes_training, default_space, has_key
@@ -71,7 +72,7 @@ def main(arguments: Sequence[str]) -> int:
             raise UserError("tune.space", f"{key}: []", "at least one value to try")
         if not has_key(config, key):
             raise UserError("tune.space", key, "keys of this configuration; its sections are model, data and trainer")
-    folder = Path(options.output or Path(config["trainer"]["default_root_dir"]) / "tune")
+    folder = output_folder(options.output or Path(config["trainer"]["default_root_dir"]) / "tune", "tune.output")
     with locked(folder):
         trials = Trials(folder, base, options, passes, fork=not on_cuda)
         outcome = search(

@@ -78,11 +78,16 @@ def cluster_bootstrap(
         num_resamples: draws of P problems with replacement.
         seed: of the draws; the same values and seed give the same interval.
 
+    Returns:
+        The interval; where all problems score alike, Wilson's bound on the share of others, NaN above 1 or below 0.
+
     Raises:
         UserError: no values, or a confidence that is no probability.
     """
     _check_confidence(confidence)
     scores = _as_scores(values, "values")
+    if (scores == scores[0]).all():
+        return _interval_of_equals(float(scores[0]), len(scores), confidence, 0.0)
     means = _resampled_means(scores, num_resamples, seed)
     low, high = np.percentile(means, [50 * (1 - confidence), 50 * (1 + confidence)])
     return Interval(float(scores.mean()), float(low), float(high))
@@ -119,6 +124,8 @@ def paired_bootstrap(
     one, other = _as_scores(first, "first"), _as_scores(second, "second")
     if len(one) != len(other):
         raise UserError("second", f"{len(other)} scores", f"one for each of the {len(one)} problems of the first")
+    if (one - other == one[0] - other[0]).all():
+        return _interval_of_equals(float(one[0] - other[0]), len(one), confidence, -1.0)
     means = _resampled_means(one - other, num_resamples, seed)
     low, high = np.percentile(means, [50 * (1 - confidence), 50 * (1 + confidence)])
     return Interval(float((one - other).mean()), float(low), float(high))
@@ -154,6 +161,19 @@ def compare_paired(
     only_first = sum(a and not b for a, b in zip(first_right, second_right, strict=True))
     only_second = sum(b and not a for a, b in zip(first_right, second_right, strict=True))
     return PairedResult(len(first), *interval, only_first, only_second, mcnemar_exact(only_first, only_second))
+
+
+def _interval_of_equals(value: float, num_problems: int, confidence: float, lowest: float) -> Interval:
+    """Where all problems score alike no resampling shows a spread, but further problems may score otherwise.
+
+    Wilson's bound says how large their share can be, here 1 - l; at worst they score `lowest` or 1, so that the mean
+    lies between l value + (1 - l) lowest and l value + (1 - l). Of scores beyond these bounds nothing is known: NaN.
+    """
+    if not lowest <= value <= 1:
+        return Interval(value, math.nan, math.nan)
+    share = wilson_interval(num_problems, num_problems, confidence).low
+    low, high = share * value + (1 - share) * lowest, share * value + (1 - share)
+    return Interval(value, min(low, value), max(high, value))
 
 
 def _as_scores(values: Sequence[float], name: str) -> NDArray[np.float64]:

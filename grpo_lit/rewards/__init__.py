@@ -14,6 +14,7 @@ from grpo_lit.rewards.functions import (
 )
 from grpo_lit.rewards.gym import gym_score
 from grpo_lit.rewards.latency import latency_histogram
+from grpo_lit.rewards.messages import from_messages
 from grpo_lit.rewards.policy import VerifierPolicy
 from grpo_lit.rewards.verify import (
     VERDICT_KINDS,
@@ -41,6 +42,7 @@ __all__ = [
     "default_pool",
     "explain",
     "final_answer",
+    "from_messages",
     "gym_score",
     "latency_histogram",
     "math_accuracy",

@@ -7,7 +7,7 @@ import math
 import signal
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -122,6 +122,17 @@ def _unused_name(name: str, taken: Mapping[str, Any]) -> str:
     return candidate
 
 
+def check_columns(functions: Sequence[RewardFunction], columns: Iterable[str]) -> None:
+    """See that the columns of a data set are all that reward functions need.
+
+    Raises:
+        UserError: a function has a parameter that no column has the name of.
+    """
+    offered = dict.fromkeys(["prompts", "completions", *columns])
+    for function in functions:
+        accepted_arguments(function, reward_name(function), offered)
+
+
 def accepted_arguments(function: RewardFunction, name: str, offered: Mapping[str, Any]) -> dict[str, Any]:
     """Of the prompts, completions and columns, those that a function takes.
 
@@ -136,8 +147,8 @@ def accepted_arguments(function: RewardFunction, name: str, offered: Mapping[str
     named = {p.name: p for p in parameters if p.kind in keyword}
     missing = [key for key, p in named.items() if p.default is p.empty and key not in offered]
     if missing:
-        accepted = f"prompts, completions or a column; there are: {', '.join(offered)}"
-        raise UserError(f"reward function {name!r}", f"a parameter {missing[0]!r}", accepted)
+        accepted = f"functions of prompts, completions and columns; it needs {missing[0]!r}, there are: "
+        raise UserError("model.rewards", name, accepted + ", ".join(offered))
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
         return dict(offered)
     return {key: value for key, value in offered.items() if key in named}
@@ -166,7 +177,10 @@ def _call(
     except (SystemFault, UserError):
         raise
     except Exception as error:
-        raise RewardError(name, f"raised {type(error).__name__}: {error}") from error
+        hint = ""
+        if isinstance(error, TypeError) and "string indices" in str(error):
+            hint = " (completions are texts; grpo_lit.rewards.from_messages wraps a function of TRL's chat messages)"
+        raise RewardError(name, f"raised {type(error).__name__}: {error}{hint}") from error
     if inspect.isawaitable(returned):
         if inspect.iscoroutine(returned):
             returned.close()

@@ -353,8 +353,10 @@ def test_a_limit_that_is_no_size(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_file_that_can_t_be_written_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").touch()
     wanted = ["--shape=tiny", "--rows=1", "--tokens=1", "--samples=1", "--engines=hf", "--formats=bf16"]
-    assert main(["bench", "rollout", *wanted, f"--csv={tmp_path / 'file/x.csv'}"]) == 1
-    assert f"{tmp_path / 'file'}" in capsys.readouterr().err.splitlines()[-1]
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "rollout", *wanted, f"--csv={tmp_path / 'file/x.csv'}"])
+    assert ended.value.code == 2
+    assert f"{tmp_path / 'file'} is a file" in capsys.readouterr().err
 
 
 def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -208,3 +208,13 @@ def test_metric_classes_of_three_problems_by_hand() -> None:
         *("pass@1", "format_rate", "unparsable_rate", "truncation_rate"),
         *("mean_length", "median_length", "tokens_per_correct"),
     }
+
+
+def test_no_interval_is_a_point_where_all_problems_score_alike() -> None:
+    """Beside Wilson's own at 0 and 1; the bound for others is worked out from his share of other problems."""
+    share = wilson_interval(20, 20).low
+    assert cluster_bootstrap([0.0] * 20) == pytest.approx((0.0, 0.0, 1 - share))
+    assert cluster_bootstrap([0.5] * 20) == pytest.approx((0.5, 0.5 * share, 0.5 * share + 1 - share))
+    assert paired_bootstrap([1.0] * 20, [1.0] * 20) == pytest.approx((0.0, share - 1, 1 - share))
+    assert paired_bootstrap([1.0] * 20, [0.0] * 20) == pytest.approx((1.0, 2 * share - 1, 1.0))
+    assert all(map(math.isnan, cluster_bootstrap([7.0] * 20)[1:]))

@@ -23,6 +23,7 @@ from grpo_lit.rewards import (
     RewardResult,
     boxed_format,
     compute_rewards,
+    from_messages,
     math_accuracy,
     resolve_reward,
     think_format,
@@ -354,3 +355,20 @@ def test_result_is_a_list() -> None:
     result = RewardResult([1.0, None])
     assert result == [1.0, None]
     assert result.verdicts == []
+
+
+def test_a_reward_function_of_chat_messages_works_once_wrapped_and_is_told_of_the_wrapper_before() -> None:
+    """As in TRL's documentation: completions are lists of one message, further columns arrive by name."""
+
+    def has_answer(completions: Any, answer: list[str], **kwargs: Any) -> list[float]:
+        return [float(gold in completion[0]["content"]) for completion, gold in zip(completions, answer, strict=True)]
+
+    given: dict[str, Any] = {
+        "prompts": ["1+1", "1+2"],
+        "completions": ["is 2", "is 4"],
+        "columns": {"answer": ["2", "3"]},
+    }
+    output = compute_rewards([from_messages(has_answer)], **given)
+    assert output.per_function["has_answer"].tolist() == [1.0, 0.0]
+    with pytest.raises(RewardError, match="grpo_lit.rewards.from_messages wraps a function of TRL's chat messages"):
+        compute_rewards([has_answer], **given)

@@ -1,0 +1,202 @@
+"""Mistakes are told under the names that were typed, before a model loads and before an earlier run is touched."""
+
+from __future__ import annotations
+
+import shlex
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from grpo_lit.cli import main
+from grpo_lit.cli.train import build, end_text
+from grpo_lit.errors import SystemFault, UserError, typed_names
+from grpo_lit.hub import TIMEOUT_S, offline_if_unreachable
+from grpo_lit.model_source import load_model_config, resolve_model_source
+
+Fit = Callable[..., Sequence[str]]
+EVALUATION = "--trainer.callbacks+=grpo_lit.callbacks.VLLMEvaluation"
+DATASETS = "--trainer.callbacks.datasets"
+ROWS = '{"question": "1+1", "answer": "2"}\n'
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "q.jsonl").write_text(ROWS)
+    (tmp_path / "binary.jsonl").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "file").touch()
+
+    def load(*args: object, **kwargs: object) -> None:
+        raise AssertionError("a model was loaded")
+
+    for module in ("module", "evaluation.models"):
+        monkeypatch.setattr(f"grpo_lit.{module}.load_policy", load)
+
+
+def contents(folder: Path) -> dict[Path, bytes | None]:
+    return {path: path.read_bytes() if path.is_file() else None for path in sorted(folder.rglob("*"))}
+
+
+def refused(capsys: pytest.CaptureFixture[str], arguments: Sequence[str], words: str, code: int = 2) -> None:
+    """The command ends with one line that starts with the words, and leaves the disk as it was."""
+    before = {path: value for path, value in contents(Path.cwd()).items() if path.name != "run.lock"}
+    assert main(list(arguments)) == code
+    error = capsys.readouterr().err.strip()
+    assert error.startswith(f"grpo-lit: error: {words}"), error
+    assert len(error.splitlines()) == 1
+    assert {path: value for path, value in contents(Path.cwd()).items() if path.name != "run.lock"} == before
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        (["--model.rollout.vigor_initial_count=0"], "model.rollout.vigor_initial_count=0: accepted is at least 1"),
+        (["--model.rollout.vigor_rounds=0"], "model.rollout.vigor_rounds=0"),
+        (["--trainer.devices=0"], "trainer.devices='0': accepted is at least 1 device"),
+        (["--trainer.devices=-5"], "trainer.devices='-5'"),
+        (["--trainer.strategy=nothing"], "trainer.strategy='nothing'"),
+        (["--trainer.default_root_dir=file"], "trainer.default_root_dir='file': accepted is a folder"),
+        (["--trainer.default_root_dir=file/run"], "trainer.default_root_dir='file/run': accepted is a folder"),
+        (["--trainer.max_steps=-7"], "trainer.max_steps=-7"),
+        (["--trainer.val_check_interval=-1"], "trainer.val_check_interval=-1"),
+        (["--model.lora.alpha=.nan"], "model.lora.alpha=nan"),
+        (["--model.rewards=[os.path.join]"], "model.rewards='join': accepted is functions of prompts, completions"),
+        (["--data.sampler.name=nothing"], "data.sampler.name: got nothing, accepted is all"),
+        ([EVALUATION, DATASETS + "={m: {name: custom, path: no.jsonl}}"], "VLLMEvaluation.datasets.m.path='no.jsonl'"),
+        ([EVALUATION, DATASETS + "={m: {path: q.jsonl}}"], "VLLMEvaluation.datasets.m.name='m'"),
+        ([EVALUATION, DATASETS + "={m: {pathh: q.jsonl}}"], "VLLMEvaluation.datasets.m.pathh='q.jsonl'"),
+        ([EVALUATION, DATASETS + "={m: {samples: x}}"], "VLLMEvaluation.datasets.m.samples='x': accepted is int"),
+        ([EVALUATION, DATASETS + "={a/b: {name: custom, path: q.jsonl}}"], "VLLMEvaluation.datasets='a/b'"),
+        (
+            [EVALUATION, DATASETS + "={m: {name: custom, path: q.jsonl}}", "--trainer.callbacks.data_dir=nowhere"],
+            "VLLMEvaluation.data_dir='nowhere'",
+        ),
+        (
+            [EVALUATION, DATASETS + "={m: {name: arithmetic}}", "--trainer.callbacks.max_completion_length=120"],
+            "VLLMEvaluation.max_completion_length=120: accepted is at most ",
+        ),
+        ([EVALUATION, DATASETS + "={m: {}}", "--trainer.callbacks.memory_share=2"], "VLLMEvaluation.memory_share=2.0"),
+        ([EVALUATION, DATASETS + "={m: {}}", "--trainer.callbacks.timeout_s=0"], "VLLMEvaluation.timeout_s=0.0"),
+    ],
+    ids=lambda value: None if isinstance(value, str) else value[-1],
+)
+def test_training(
+    extra: list[str], words: str, tiny_llama: Path, fit_arguments: Fit, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("run").mkdir()
+    Path("run/metrics.jsonl").write_text('{"step": 1}\n')
+    refused(capsys, fit_arguments(tiny_llama, "run", *extra), words)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("verify --response x --gold 2 --workers 0", "workers=0"),
+        ("verify --response x --gold 2 --policy.units some", "policy.units='some'"),
+        ("verify --response x --gold 2 --show -1", "show=-1"),
+        ("filter --dataset custom --path q.jsonl --output k.jsonl --against nothing", "against='nothing'"),
+        ("filter --dataset custom --path q.jsonl --output k.jsonl --against gsm9k=q.jsonl", "against='gsm9k'"),
+        ("filter --dataset nothing --path q.jsonl --output k.jsonl", "dataset='nothing'"),
+        ("filter --dataset custom --path q.jsonl --columns {x: y} --output k.jsonl", "columns={'x': 'y'}"),
+        ("filter --dataset custom --path q.jsonl --output file/k.jsonl", "output='file/k.jsonl'"),
+        ("tune --config quickstart --tune.output file", "tune.output='file': accepted is a folder"),
+        ("sent --config quickstart --sent.output file/x.jsonl", "sent.output='file/x.jsonl'"),
+        ("bench step --bogus 3", "unknown argument bogus"),
+        ("bench step --task nothing", "--config='nothing'"),
+        ("compare one two --output file", "output='file': accepted is a folder"),
+        ("compare one two --outputs x", "compare='--outputs'"),
+        ("export --output new", "run=None"),
+        ("export --run nothing --output new", "run='nothing'"),
+        ("export --path TINY --to adapter --output new", "to='adapter': accepted is merged: these weights have no"),
+        ("evaluate --run nothing --output file", "output='file': accepted is a folder"),
+        ("evaluate --models {m: {path: TINY}} --datasets {d: {path: q.jsonl}}", "datasets.d.name='d'"),
+        (
+            "evaluate --models {m: {path: TINY}} --datasets {d: {name: arithmetic}} --max_completion_length 99",
+            "max_completion_length=99: accepted is at most ",
+        ),
+        ("evaluate --seed -1", "seed=-1"),
+        ("evaluate --temperature -1", "temperature=-1.0"),
+        ("evaluate --vllm.memory_share 5", "vllm.memory_share=5.0"),
+        ("generate --run nothing --prompt x", "run='nothing'"),
+        ("generate --policy.path TINY --prompt x --seed -1", "seed=-1"),
+        ("generate --policy.path TINY --prompt x --chat true", "chat=True"),
+        ("generate --policy.path TINY --messages binary.jsonl", "messages='binary.jsonl'"),
+        (
+            "generate --policy.path TINY --prompt x --sampling.max_completion_length 999",
+            "sampling.max_completion_length=999: accepted is at most 126",
+        ),
+    ],
+)
+def test_other_commands(arguments: str, words: str, tiny_llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    refused(capsys, [word.replace("TINY", str(tiny_llama)) for word in shlex.split(_quote_braces(arguments))], words)
+
+
+def _quote_braces(text: str) -> str:
+    """Put each option's value in braces between quotes, as a shell needs it."""
+    parts = text.split(" --")
+    return " --".join(
+        f"{n} '{v}'" if v.startswith("{") else part for part in parts for n, _, v in [part.partition(" ")]
+    )
+
+
+@pytest.mark.parametrize("command", ["evaluate", "generate"])
+def test_an_engine_that_is_not_installed(
+    command: str, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    extra = ["--prompt=x", f"--policy.path={tiny_llama}"] if command == "generate" else ["--run=nothing"]
+    refused(capsys, [command, "--engine=vllm", *extra], "engine='vllm': accepted is ")
+
+
+def test_generate_answers_within_what_a_small_model_takes_where_no_length_was_given(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths = []
+    monkeypatch.setattr("grpo_lit.cli.generate.load_model", lambda resolved, device: (None, None))
+    monkeypatch.setattr("grpo_lit.cli.generate.answer", lambda t, p, e, o, stream: lengths.append(o.sampling))
+    assert main(["generate", f"--policy.path={tiny_llama}", "--prompt=12"]) == 0
+    assert [sampling.max_completion_length for sampling in lengths] == [128 - 3]
+
+
+def test_a_hub_that_is_not_there_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")  # nobody listens there
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    offline_if_unreachable.cache_clear()
+    start = time.monotonic()
+    with pytest.raises(SystemFault, match="model.policy.path='some/model': the model hub can't be reached"):
+        load_model_config(resolve_model_source("some/model"))
+    assert time.monotonic() - start < TIMEOUT_S + 2  # the client alone goes on for half a minute
+    offline_if_unreachable.cache_clear()
+
+
+def test_paths_in_hints_can_be_pasted(tmp_path: Path) -> None:
+    root = tmp_path / "my run"
+    (root / "tensorboard").mkdir(parents=True)
+    hint = end_text(root).splitlines()[-1].removeprefix("watch: ")
+    assert shlex.split(hint) == ["tensorboard", "--logdir", str(root / "tensorboard")]
+
+
+def test_no_deprecation_is_shown(tiny_llama: Path, fit_arguments: Fit) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", module="(torch|lightning|google)")
+        try:
+            text = build("fit", fit_arguments(tiny_llama, "run")[1:]).dump()
+        except Warning as warning:
+            pytest.fail(str(warning))
+    assert "limit_val_batches: null" in text
+
+
+def test_names_in_texts_are_those_that_were_typed() -> None:
+    names = {"data.path": "against", "data": ""}
+    with (
+        pytest.raises(UserError, match=r"^columns=1: accepted is the data of against, see columns$"),
+        typed_names(names),
+    ):
+        raise UserError("data.columns", 1, "the data of data.path, see data.columns")
+    with pytest.raises(SystemFault, match=r"^split: no data, give against\.$"), typed_names(names):
+        raise SystemFault("data.split: no data, give data.path.")
