@@ -24,6 +24,7 @@ from grpo_lit.kernels import dispatch
 from grpo_lit.memory.allocator import expand_segments
 from grpo_lit.model_source import load_model_config, resolve_model_source
 from grpo_lit.module import GRPOModule
+from grpo_lit.rewards.compute import check_columns
 from grpo_lit.sampling_step import build_allocator
 
 
@@ -171,6 +172,7 @@ def check_data(cli: GRPOCLI) -> None:
         given = getattr(cli.config["model"]["optimizer"], "class_path", None)
         raise UserError("model.optimizer", given, f"settings that it takes ({error})") from error
     data.connect(module.encoder, model_key(module.policy_config))
+    check_columns(module.reward_functions, data.train_batch([0]).columns)
     config = load_model_config(resolve_model_source(module.policy_config.path))
     limit, layers = (getattr(config, name, None) for name in ("max_position_embeddings", "num_hidden_layers"))
     recomputed = module.policy_config.gradient_checkpointing
