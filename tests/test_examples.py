@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -26,19 +26,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Path(shutil.copytree(EXAMPLES, tmp_path_factory.mktemp("examples") / "examples"))
 
 
-def test_examples_run_as_written(folder: Path) -> None:
+def test_examples_run_as_written(
+    folder: Path, grpo_lit_command: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
     outputs = []
     for command in commands():
         program, *arguments = shlex.split(command)
-        start = [sys.executable, "-m", "grpo_lit"] if program == "grpo-lit" else [sys.executable]
-        result = subprocess.run(
-            [*start, *arguments],
-            cwd=folder,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
+        if program == "grpo-lit":
+            result = grpo_lit_command(*arguments, cwd=folder)
+        else:
+            script = [sys.executable, *arguments]
+            result = subprocess.run(script, cwd=folder, capture_output=True, text=True, timeout=120)
         assert result.returncode == 0, f"{command}\n{result.stderr[-2000:]}"
         outputs.append(result.stdout)
     reward, rows, dataset, callback, run = outputs

@@ -79,10 +79,17 @@ def arguments(model: Path, root: Path) -> list[str]:
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
 @pytest.mark.faults
-def test_killed_at_a_random_moment_and_resumed(seed: int, undisturbed: Path, tiny_llama: Path, tmp_path: Path) -> None:
+def test_killed_at_a_random_moment_and_resumed(
+    seed: int,
+    start_grpo_lit: Callable[..., Any],
+    grpo_lit_command: Callable[..., subprocess.CompletedProcess[str]],
+    undisturbed: Path,
+    tiny_llama: Path,
+    tmp_path: Path,
+) -> None:
     draw = random.Random(seed)
     root = tmp_path / "run"
-    process = start(arguments(tiny_llama, root), tmp_path)
+    process = start_grpo_lit(*arguments(tiny_llama, root))
     after = draw.randint(1, STEPS - 2)
     while not (root / "completions" / f"step_{after:06d}.jsonl").exists():
         assert process.poll() is None, "the run ended early"
@@ -90,7 +97,8 @@ def test_killed_at_a_random_moment_and_resumed(seed: int, undisturbed: Path, tin
     time.sleep(draw.uniform(0, 0.25))
     process.send_signal(signal.SIGKILL)
     process.wait()
-    assert start([*arguments(tiny_llama, root), "--ckpt_path", "last"], tmp_path).wait(240) == 0
+    resumed = grpo_lit_command(*arguments(tiny_llama, root), "--ckpt_path", "last")
+    assert resumed.returncode == 0, resumed.stderr
     assert metrics(root) == metrics(undisturbed)
     assert prompts(root) == prompts(undisturbed)
     served = prompts(root)
