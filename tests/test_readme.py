@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -37,55 +35,88 @@ def own() -> list[list[str]]:
     return found
 
 
-# These need a GPU, a network, or hours: they are parsed to the end instead of run.
-TRAINING = [arguments for arguments in own() if arguments[0] == "fit" and "quickstart" not in arguments]
+def inline() -> list[list[str]]:
+    """Arguments of the program's commands within sentences, with a configuration where the text leaves it open."""
+    found = [shlex.split(text) for text in re.findall(r"`grpo-lit ([^`]+)`", README)]
+    return [["quickstart" if word in ("F", "...") else word for word in words] for words in found]
 
 
-@pytest.mark.parametrize("arguments", TRAINING, ids=" ".join)
-def test_training_commands_are_accepted(arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+# What runs here as it is written; what needs a GPU, a network or hours is read to its end instead.
+RUN = ("evaluate", "export", "compare", "verify", "filter", "generate")
+READ = ("fit", "validate", "check", "sent")
+OTHERS = ("python3 -m venv .venv", ". .venv/bin/activate", "pip install ", "python -m pytest")
+
+
+def exit_code(arguments: list[str]) -> int:
+    try:
+        return main(arguments)
+    except SystemExit as ended:
+        return int(ended.code or 0)
+
+
+def test_every_line_is_one_that_is_run_or_read() -> None:
+    assert [line for line in commands() if not line.startswith(("grpo-lit ", *OTHERS))] == []
+    assert {arguments[0] for arguments in own()} <= {*RUN, *READ, "tune", "bench"} <= set(COMMANDS)
+    assert {arguments[0] for arguments in inline()} <= set(COMMANDS)
+
+
+@pytest.mark.parametrize(
+    "arguments", [a for a in own() + inline() if a[0] in READ and len(a) > 2 and "--config" in a], ids=" ".join
+)
+def test_what_needs_a_gpu_or_a_network_is_accepted(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    if "..." in arguments:  # "grpo-lit fit --config ... --ckpt_path last"
-        arguments = ["quickstart" if word == "..." else word for word in arguments]
-    with pytest.raises(SystemExit) as ended:
-        main([*arguments, "--print_config"])
-    assert ended.value.code == 0
+    assert exit_code(["quickstart" if word == "..." else word for word in arguments] + ["--print_config"]) == 0
 
 
-@pytest.mark.parametrize("arguments", [a for a in own() if a[0] == "bench"], ids=" ".join)
-def test_benchmarks_are_there(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main([*arguments, *([] if "--help" in arguments else ["--help"])])
-    assert ended.value.code == 0
+def test_tune_accepts_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from grpo_lit.cli.tune import resolve, split_arguments
+
+    monkeypatch.chdir(tmp_path)
+    (line,) = [arguments for arguments in own() if arguments[0] == "tune"]
+    options, base = split_arguments(line[1:])
+    assert options.output == "tuned"
+    assert resolve(base)[0]["trainer"]["default_root_dir"] == "runs/quickstart"
 
 
-def test_every_command_is_known() -> None:
-    assert {arguments[0] for arguments in own()} <= set(COMMANDS)
+@pytest.mark.parametrize("arguments", [a for a in own() + inline() if a[0] in ("bench", "toy")], ids=" ".join)
+def test_benchmarks_and_small_policies_know_their_options(arguments: list[str]) -> None:
+    assert exit_code([*arguments, *([] if "--help" in arguments else ["--help"])]) == 0
 
 
-def test_what_follows_a_run(tmp_path: Path, grpo_lit_command: Callable[..., subprocess.CompletedProcess[str]]) -> None:
-    """evaluate, export and compare as written, after two short runs into the folders that the README names."""
-    short = (
-        "--trainer.max_steps=2",
-        "--trainer.val_check_interval=1",
-        "--data.prompts_per_step=4",
-        "--data.val_prompts=6",
-    )
+GSM8K_ROWS = """{"question": "Tom has 2 apples and buys 3. How many has he?", "answer": "2+3=5\\n#### 5"}
+{"question": "Ann reads 4 pages a day. How many in a week?", "answer": "4*7=28\\n#### 28"}
+"""
+
+
+def test_what_follows_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As written, after two short runs into the folder that the README names."""
+    monkeypatch.chdir(tmp_path)
+    short = ["--trainer.max_steps=2", "--trainer.val_check_interval=1"]
+    short += ["--data.prompts_per_step=4", "--data.val_prompts=6"]
     for _ in range(2):
-        assert grpo_lit_command("fit", "--config", "quickstart", *short).returncode == 0
-    run = [arguments for arguments in own() if arguments[0] in ("evaluate", "export", "compare", "verify")]
-    assert {arguments[0] for arguments in run} == {"evaluate", "export", "compare", "verify"}
+        assert main(["fit", "--config", "quickstart", *short]) == 0
+    (tmp_path / "train.jsonl").write_text(GSM8K_ROWS)
+    run = [arguments for arguments in own() if arguments[0] in RUN]
+    assert {arguments[0] for arguments in run} == set(RUN)
     for arguments in run:
-        result = grpo_lit_command(*arguments)
-        assert result.returncode == 0, f"{arguments}\n{result.stderr[-1500:]}"
+        here = [word.replace("smollm2_arithmetic", "quickstart") for word in arguments]  # no model to download
+        assert main(here) == 0, f"{arguments}\n{capsys.readouterr().err[-1500:]}"
     assert (tmp_path / "scores" / "report.html").exists()
     assert (tmp_path / "exported" / "config.json").exists()
+    assert len((tmp_path / "kept.jsonl").read_text().splitlines()) == 2
 
 
-def test_check_without_a_gpu(grpo_lit_command: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+def test_check_without_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The planner's command, on a model that needs no network."""
-    result = grpo_lit_command("check", "--config", "quickstart", "--vram", "8GiB")
-    assert result.returncode == 0, result.stderr
-    assert "MiB" in result.stdout
+    monkeypatch.chdir(tmp_path)
+    assert main(["check", "--config", "quickstart", "--vram", "8GiB"]) == 0
+    assert "MiB" in capsys.readouterr().out
 
 
 def test_links_lead_somewhere() -> None:
