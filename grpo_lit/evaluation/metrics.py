@@ -166,7 +166,9 @@ class TokensPerCorrect(Metric):
         return self.tokens / self.right
 
 
-def evaluation_metrics(num_samples: int, ks: Sequence[int] | None = None) -> MetricCollection:
+def evaluation_metrics(
+    num_samples: int, ks: Sequence[int] | None = None, *, sync_on_compute: bool = True
+) -> MetricCollection:
     """Every metric of a dataset that is answered `num_samples` times a problem.
 
     ``update`` takes ``correct``, ``classes``, ``right_classes``, ``formatted``, ``unparsable``, ``truncated`` and
@@ -175,20 +177,22 @@ def evaluation_metrics(num_samples: int, ks: Sequence[int] | None = None) -> Met
     Args:
         num_samples: n.
         ks: sizes k of pass@k and maj@k; powers of two up to n, and n itself, by default.
+        sync_on_compute: with several ranks, `compute` is over the problems of all; False where each rank has them all.
     """
     sizes = sorted({k for k in (powers_of_two(num_samples) if ks is None else ks) if 1 <= k <= num_samples})
-    metrics: dict[str, Metric] = {"pass@1": PassAtK(1)}
-    metrics |= {f"pass@{k}": PassAtK(k) for k in sizes}
-    metrics |= {f"maj@{k}": MajAtK(k) for k in sizes if k > 1}
+    sync = {"sync_on_compute": sync_on_compute}
+    metrics: dict[str, Metric] = {"pass@1": PassAtK(1, **sync)}
+    metrics |= {f"pass@{k}": PassAtK(k, **sync) for k in sizes}
+    metrics |= {f"maj@{k}": MajAtK(k, **sync) for k in sizes if k > 1}
     if num_samples > 1:
-        metrics[f"avg@{num_samples}"] = AvgAtK(num_samples)
+        metrics[f"avg@{num_samples}"] = AvgAtK(num_samples, **sync)
     metrics |= {
-        "format_rate": FormatRate(),
-        "unparsable_rate": UnparsableRate(),
-        "truncation_rate": TruncationRate(),
-        "mean_length": MeanLength(),
-        "median_length": MedianLength(),
-        "tokens_per_correct": TokensPerCorrect(),
+        "format_rate": FormatRate(**sync),
+        "unparsable_rate": UnparsableRate(**sync),
+        "truncation_rate": TruncationRate(**sync),
+        "mean_length": MeanLength(**sync),
+        "median_length": MedianLength(**sync),
+        "tokens_per_correct": TokensPerCorrect(**sync),
     }
     return MetricCollection(metrics, compute_groups=False)  # type: ignore[arg-type]
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 import yaml
 
 from grpo_lit.cli import main
@@ -90,6 +91,22 @@ def test_second_run_computes_nothing_and_changes_nothing(
     assert evaluate(finished_run, evaluated) == 0
     assert contents(evaluated) == before
     assert capsys.readouterr().out.count(": complete") == 3
+
+
+def test_scores_ask_no_other_rank(
+    evaluated: Path, finished_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every rank has all records; and the scores lie on the CPU, where NCCL exchanges nothing."""
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("No backend type associated with device type cpu")
+
+    dist.init_process_group("gloo", init_method=(tmp_path / "meeting").as_uri(), rank=0, world_size=1)
+    try:
+        monkeypatch.setattr(dist, "all_gather", refuse)
+        assert evaluate(finished_run, evaluated) == 0
+    finally:
+        dist.destroy_process_group()
 
 
 def test_cut_anywhere_the_files_come_out_the_same(evaluated: Path, finished_run: Path, tmp_path: Path) -> None:
