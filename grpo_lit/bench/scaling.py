@@ -107,7 +107,7 @@ def _ragged(options: argparse.Namespace, accelerator: str, folder: Path, scratch
 def _write_csv(path: Path | None, fields: Sequence[str], rows: Sequence[dict[str, object]]) -> None:
     if path:
         with open(path, "w", newline="") as file:
-            writer = csv.DictWriter(file, fields)
+            writer = csv.DictWriter(file, fields, lineterminator="\n")
             writer.writeheader()
             writer.writerows(rows)
 
