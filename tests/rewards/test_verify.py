@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from grpo_lit.errors import UserError
@@ -456,3 +458,41 @@ def test_a_calculation_is_alike_to_its_kind_only() -> None:
         assert pool.same("1+2", "2+1")
         assert pool.same("x^2+1", "1+x^2")
         assert pool.same("1+2 = 3", "3")
+
+
+def test_nothing_without_the_number_is_the_number() -> None:
+    """What a policy might stumble upon: random texts around the question's own numbers, none of which has an 8."""
+    draw = random.Random(8)
+    pieces = [
+        "3",
+        "5",
+        "3+5",
+        "3 + 5",
+        "5 3",
+        *"+-()[]{}=≈~<>:*×|,;?.xN7 ",
+        r"\boxed{",
+        r"\approx",
+        r"\(",
+        r"\)",
+        "####",
+    ]
+    pieces += [
+        " is ",
+        " plus ",
+        " or ",
+        "the answer is ",
+        "<answer>",
+        r"\left(",
+        r"\right)",
+        r"\,",
+        r"\ ",
+        "°",
+        "→",
+        "–",
+    ]
+    texts = ["".join(draw.choices(pieces, k=draw.randint(1, 4))) for _ in range(1200)]
+    texts += [draw.choice(pieces) + "3+5" + "".join(draw.choices(pieces, k=draw.randint(0, 3))) for _ in range(1200)]
+    with VerifierPool() as pool:
+        verdicts = pool.verify_many(texts, ["8"] * len(texts))
+    assert [text for text, verdict in zip(texts, verdicts, strict=True) if verdict.correct] == []
+    assert {v.kind for v in verdicts} >= {"wrong", "unparsable"}
