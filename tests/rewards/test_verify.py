@@ -464,32 +464,10 @@ def test_nothing_without_the_number_is_the_number() -> None:
     """What a policy might stumble upon: random texts around the question's own numbers, none of which has an 8."""
     draw = random.Random(8)
     pieces = [
-        "3",
-        "5",
-        "3+5",
-        "3 + 5",
-        "5 3",
-        *"+-()[]{}=≈~<>:*×|,;?.xN7 ",
-        r"\boxed{",
-        r"\approx",
-        r"\(",
-        r"\)",
-        "####",
+        *"35+-()[]{}=≈~<>:*×|,;?.xN7 °→–",
+        *[r"3+5", r"\boxed{", r"\approx", r"\(", r"\)", r"####", r"<answer>", r"\left(", r"\right)", r"\,", r"\quad"],
     ]
-    pieces += [
-        " is ",
-        " plus ",
-        " or ",
-        "the answer is ",
-        "<answer>",
-        r"\left(",
-        r"\right)",
-        r"\,",
-        r"\ ",
-        "°",
-        "→",
-        "–",
-    ]
+    pieces += ["3 + 5", "5 3", " is ", " plus ", " or ", "the answer is "]
     texts = ["".join(draw.choices(pieces, k=draw.randint(1, 4))) for _ in range(1200)]
     texts += [draw.choice(pieces) + "3+5" + "".join(draw.choices(pieces, k=draw.randint(0, 3))) for _ in range(1200)]
     with VerifierPool() as pool:
