@@ -38,6 +38,8 @@ def fit(arguments: Sequence[str]) -> int:
         check_checkpoint(ckpt, cli.model, resume=True)
     check_data(cli)
     check_callbacks(cli)
+    if cli.model.rollout_config.engine == "vllm":
+        cli.model.rollout_config.vllm.check_server()
     dry = bool(cli.trainer.fast_dev_run)  # type: ignore[attr-defined]
     with locked(root) if is_first else nullcontext():
         if is_first:

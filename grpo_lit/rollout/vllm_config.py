@@ -66,3 +66,14 @@ class VLLMConfig:
         if self.mode == "colocate" and importlib.util.find_spec("vllm") is None:
             accepted = f"an engine that is installed: vLLM is an extra ({INSTALL}), or model.rollout.vllm.mode=server"
             raise UserError("model.rollout.engine", "vllm", accepted)
+
+    def check_server(self) -> None:
+        """Find out, before any model loads or a folder moves, whether the server is there.
+
+        Raises:
+            SystemFault: nobody answers there, or not a vLLM.
+        """
+        if self.mode == "server":
+            from grpo_lit.rollout.vllm_server import ServerBackend
+
+            ServerBackend(self)

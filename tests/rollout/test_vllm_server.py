@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from grpo_lit.cli import main
 from grpo_lit.errors import SystemFault, UserError
 from grpo_lit.rollout import SamplingConfig, VLLMConfig
 from grpo_lit.rollout.vllm_backend import Adapter, Sampled
@@ -186,3 +188,20 @@ def test_serve_command_has_what_training_needs() -> None:
     assert command.startswith("VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve /models/base ")
     for part in ("--max-lora-rank 16", "--logprobs-mode processed_logprobs", "--dtype bfloat16", "--enable-lora"):
         assert part in command
+
+
+def test_a_server_that_is_down_ends_a_fit_before_the_earlier_run_is_moved(
+    tiny_llama: Path, tmp_path: Path, fit_arguments: Callable[..., Sequence[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = tmp_path / "run"
+    (root / "checkpoints").mkdir(parents=True)
+    earlier = root / "metrics.jsonl"
+    earlier.write_text('{"step": 1}\n')
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+    server = ["--model.rollout.engine=vllm", "--model.rollout.vllm.mode=server"]
+    assert main([*fit_arguments(tiny_llama, root), *server, f"--model.rollout.vllm.server_url={url}"]) == 1
+    assert f"model.rollout.vllm.server_url='{url}': no vLLM server answers" in capsys.readouterr().err
+    assert earlier.exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
