@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -77,8 +78,10 @@ def killed_twice_and_resumed(model: Path | str, folder: Path, device: str, lengt
         }
         for root, rollout, resume in plan
     ]
-    status, said = run_all(requests, "fork" if device == "cpu" else "spawn", folder)
-    assert status == [0, -9, -9, 0], said
+    chains = [requests] if device == "cpu" else [requests[:1], requests[1:]]  # side by side where a start takes long
+    with ThreadPoolExecutor() as pool:
+        ends = list(pool.map(lambda chain: run_all(chain, "fork" if device == "cpu" else "spawn", folder), chains))
+    assert sum((status for status, _ in ends), []) == [0, -9, -9, 0], "".join(said for _, said in ends)
     return whole, killed
 
 
@@ -115,4 +118,4 @@ def test_resumes_with_the_same_rows(tiny_llama: Path, tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 def test_resumes_with_the_same_rows_on_the_gpu(smollm2: str, tmp_path: Path) -> None:
-    assert_same_run(*killed_twice_and_resumed(smollm2, tmp_path, "gpu", 64))
+    assert_same_run(*killed_twice_and_resumed(smollm2, tmp_path, "gpu", 16))

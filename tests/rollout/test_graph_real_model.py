@@ -32,9 +32,7 @@ GREEDY = SamplingConfig(temperature=0.0)
 DRAWS = (
     SamplingConfig(temperature=1.0),
     SamplingConfig(temperature=0.6),
-    SamplingConfig(temperature=1.0, top_p=0.9),
-    SamplingConfig(temperature=1.0, top_k=50),
-    SamplingConfig(temperature=1.0, min_p=0.05),
+    SamplingConfig(temperature=1.0, top_p=0.9, top_k=50, min_p=0.02),
 )
 
 
@@ -149,17 +147,15 @@ def test_rows_of_64_questions_on_the_gpu(shared_data: Path) -> None:
             assert found.largest == 0.0, "to the last bit"
 
 
-def main(questions: str, device: str, num_tokens: str, limit_s: str = "inf") -> None:
-    """Print each comparison, those that cost least first; stop starting new ones after a time."""
+def main(questions: str, device: str, num_tokens: str, limit_s: str = "inf", first: str = "0") -> None:
+    """Print each comparison; start no new one after a time. `first` leaves out what comes before it."""
     begin = time.monotonic()
     setup = set_up(json.loads(Path(questions).read_text()), int(num_tokens), device)
     lengths = [len(prompt) for prompt in setup.prompts]
     print(f"{len(lengths)} prompts of {min(lengths)} to {max(lengths)} tokens, {num_tokens} new ones, fp32", flush=True)
-    work = [(f"{s}", draws_against_all_at_once(setup, s, [17, 33])) for s in DRAWS[:1]]
-    work += [("greedy against hf", greedy_against_generate(setup, ROWS_IN_FLIGHT))]
-    work += [(f"{s}", draws_against_all_at_once(setup, s, [17, 33])) for s in DRAWS[1:]]
-    work += [(f"{s}", draws_against_all_at_once(setup, s, [7])) for s in DRAWS]
-    for name, comparisons in work:
+    work = [("greedy against hf", greedy_against_generate(setup, ROWS_IN_FLIGHT))]
+    work += [(_name(draw), draws_against_all_at_once(setup, draw, [33, 17, 7])) for draw in DRAWS]
+    for name, comparisons in work[int(first) :]:
         while time.monotonic() - begin < float(limit_s):
             size, found = next(comparisons, (0, None))
             if found is None:
@@ -167,6 +163,10 @@ def main(questions: str, device: str, num_tokens: str, limit_s: str = "inf") -> 
             print(f"{time.monotonic() - begin:6.1f} s  {name}, {size or 'all'} rows in flight: {found}", flush=True)
         else:
             print(f"{name}: not run, or not all of it: {limit_s} s are over", flush=True)
+
+
+def _name(draw: SamplingConfig) -> str:
+    return f"T {draw.temperature}, top-p {draw.top_p}, top-k {draw.top_k}, min-p {draw.min_p}"
 
 
 if __name__ == "__main__":
