@@ -28,6 +28,7 @@ test: ## run the tests that need neither GPU nor network (ARGS="-k loss" narrows
 
 coverage: ## the same, counting the lines of the package that run, also in the commands that tests start
 	COVERAGE_FILE="$(CURDIR)/.coverage" $(PYTHON) -m pytest -n 2 --dist loadfile --cov --cov-report= --cov-fail-under=0 $(ARGS)
+	-$(PYTHON) -m coverage combine -q --append
 	$(PYTHON) -m coverage report
 
 docs: ## build the documentation site into docs/_build; a warning is an error
