@@ -10,13 +10,15 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
+from grpo_lit.callbacks._schedule import validation_follows
+
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class GracefulStop(Callback):
     """Turns the first SIGINT or SIGTERM into a stop after the current rollout step.
 
-    The step is completed, recorded and saved, so that ``--ckpt_path last`` goes on with the next prompt. With several
+    The step is completed, with its validation where one belongs to it, recorded and saved, so that ``--ckpt_path last`` goes on with the next prompt. With several
     ranks the stop is agreed by all.
     """
 
@@ -46,7 +48,8 @@ class GracefulStop(Callback):
         if trainer.strategy.reduce_boolean_decision(self.requested is not None, all=False):
             if trainer.is_global_zero:
                 print("stopping as asked; resume with --ckpt_path last", flush=True)
-            trainer.limit_val_batches = 0
+            if not validation_follows(trainer, batch_idx):  # Lightning would make one; the run it is part of would not
+                trainer.limit_val_batches = 0
             trainer.should_stop = True
 
     @override
