@@ -53,8 +53,6 @@ def nf4_plan(rows: int, columns: int, width: int, gated: bool, multiprocessors: 
         unroll, stages = (2, 5) if rows <= 8 else (1, 8)
         return Plan(32, max(1, min(round(8.4 * multiprocessors / tiles), width // 384)), unroll, 2, stages)
     tiles = triton.cdiv(columns, 32)
-    if rows <= 8 and 1024 <= columns <= 1792 and width <= 2048:  # the square ones: little to read, so little to add up
-        return Plan(32, max(1, min(round(1.1 * multiprocessors / tiles), width // 384)), 2, 2, 5, 2)
     return Plan(32, max(1, min(round(4.2 * multiprocessors / tiles), width // 256)), 4, 2, 3)
 
 

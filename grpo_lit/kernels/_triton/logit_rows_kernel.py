@@ -107,8 +107,8 @@ def logit_rows_kernel(  # type: ignore[no-untyped-def]
     PDL: tl.constexpr,
 ):
     pid = tl.program_id(0)
-    # Not in their own order: masked tokens come in runs, and a run of programs with nothing to do would leave the
-    # memory idle.
+    # Not always in their own order: masked tokens come in runs, and a run of programs with nothing to do would leave
+    # the memory idle.
     row = (pid // num_blocks) * row_step % rows
     block = pid % num_blocks
     begin = block * (TILE * TILES)
