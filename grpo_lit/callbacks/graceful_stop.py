@@ -18,8 +18,8 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 class GracefulStop(Callback):
     """Turns the first SIGINT or SIGTERM into a stop after the current rollout step.
 
-    The step is completed, with its validation where one belongs to it, recorded and saved, so that ``--ckpt_path last`` goes on with the next prompt. With several
-    ranks the stop is agreed by all.
+    The step is completed, with its validation where one belongs to it, recorded and saved, so that ``--ckpt_path last``
+    goes on with the next prompt. With several ranks the stop is agreed by all.
     """
 
     def __init__(self) -> None:

@@ -109,6 +109,33 @@ def test_full_disk_ends_in_one_line_and_the_last_good_checkpoint_survives(
 
 
 @pytest.mark.faults
+@pytest.mark.parametrize(("step", "validated"), [(1, [0]), (2, [0, 2])])
+def test_stop_makes_the_validation_of_its_step_and_no_other(
+    step: int,
+    validated: list[int],
+    fit_arguments: Fit,
+    tiny_llama: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "asked_to_stop.py").write_text(
+        "import os, signal\n"
+        "from lightning.pytorch import Callback\n"
+        "class Stop(Callback):\n"
+        "    def on_train_batch_start(self, trainer, module, batch, batch_idx):\n"
+        f"        if module.rollout_step == {step - 1}:\n"
+        "            os.kill(os.getpid(), signal.SIGTERM)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "asked_to_stop", raising=False)
+    root = tmp_path / "run"
+    assert main([*fit_arguments(tiny_llama, root), "--trainer.callbacks+=asked_to_stop.Stop"]) == 0
+    records = [json.loads(line) for line in (root / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == list(range(step + 1))
+    assert [record["step"] for record in records if "val/accuracy" in record] == validated
+
+
+@pytest.mark.faults
 def test_stopped_at_once_ends_with_a_word(
     fit_arguments: Fit,
     tiny_llama: Path,
