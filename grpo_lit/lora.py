@@ -304,6 +304,9 @@ def read_adapter_config(folder: str | Path, *, argument: str) -> dict[str, Any]:
         raise UserError(argument, str(folder), "an adapter whose peft_type is LORA")
     if missing := [key for key in ("r", "lora_alpha", "target_modules") if key not in config]:
         raise UserError(argument, str(folder), f"an adapter whose {ADAPTER_CONFIG} has {', '.join(missing)}")
+    for key in ("r", "lora_alpha"):
+        if not isinstance(config[key], (int, float)) or not 0 < config[key] < float("inf"):
+            raise UserError(argument, str(folder), f"an adapter whose {ADAPTER_CONFIG} has a number above 0 as {key}")
     if beyond := [key for key in _BEYOND_LORA if config.get(key) not in (None, False, "none", [], {})]:
         accepted = (
             f"an adapter of plain LoRA, without {beyond[0]}: merge it into its base with PEFT and give that model"

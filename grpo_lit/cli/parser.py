@@ -133,7 +133,8 @@ def _with_suggestion(parser: LightningArgumentParser, message: str) -> str:
 
 def _trainer_mistake(config: Any, message: str) -> UserError:
     """What Lightning says of a setting of its trainer, under the name that it gives in backticks."""
-    name = next((name for name in re.findall(r"(?:`|\bfor )(\w+)", message) if name in config), None)
+    words = re.findall(r"(?:^|`|\bfor )(\w+)", message.replace("Timer(duration", "max_time"))
+    name = next((word for word in words if word in config), None)
     if name is None:
         return UserError("trainer", message, "settings that Trainer takes")
     return UserError(f"trainer.{name}", config[name], f"a setting that Trainer takes ({message.rstrip('.')})")

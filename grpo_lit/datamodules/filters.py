@@ -101,7 +101,8 @@ def filter_rows(
         except UserError as error:
             remove(index, "unreadable", error.accepted)
     if raw and not alive:
-        raise UserError("path", "row 0", result.removed["unreadable"][0][1])  # as are all others
+        accepted = f"{result.removed['unreadable'][0][1]} (none of the {len(raw)} rows can be read)"
+        raise UserError("path", "row 0", accepted)
     figures = _figures(raw, alive, cache)
     for rule, name in (("pass_rate", "pass_rate"), ("entropy", "semantic_entropy")):
         for bound in (f"min_{rule}", f"max_{rule}"):

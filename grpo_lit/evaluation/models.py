@@ -57,7 +57,10 @@ def read_run_config(run: str, *, argument: str) -> dict[str, Any]:
     path = Path(run) / "config.yaml"
     if not path.is_file():
         raise UserError(argument, run, "the folder of a run of grpo-lit fit, with its config.yaml")
-    config = yaml.safe_load(path.read_text(encoding="utf-8"))
+    try:
+        config = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UserError(argument, run, f"a run whose config.yaml is whole ({' '.join(str(error).split())})") from error
     if not isinstance(config, dict) or "model" not in config or "data" not in config:
         raise UserError(argument, run, "a run whose config.yaml has the sections model and data")
     return config

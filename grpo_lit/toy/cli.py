@@ -54,6 +54,9 @@ def toy_train(
     """
     if not seeds:
         raise UserError("seeds", list(seeds), "at least one seed")
+    for seed in seeds:
+        if not 0 <= seed < 2**32:
+            raise UserError("seeds", seed, "whole numbers from 0 to 2**32 - 1")
     for name, value in (("passes", passes), ("updates", updates), ("group_size", group_size)):
         if value < 1:
             raise UserError(name, value, "a whole number >= 1")

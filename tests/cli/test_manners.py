@@ -27,7 +27,18 @@ def _in_a_folder_of_inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.chdir(tmp_path)
     (tmp_path / "q.jsonl").write_text(ROWS)
     (tmp_path / "binary.jsonl").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "odd.jsonl").write_text('{"task": "1+1"}\n')
     (tmp_path / "file").touch()
+    for name, file, text in (
+        ("torn", "config.yaml", "model: ["),
+        (
+            "odd",
+            "adapter_config.json",
+            '{"peft_type": "LORA", "r": "x", "lora_alpha": 8, "target_modules": ["q_proj"]}',
+        ),
+    ):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / file).write_text(text)
 
     def load(*args: object, **kwargs: object) -> None:
         raise AssertionError("a model was loaded")
@@ -61,6 +72,8 @@ def refused(capsys: pytest.CaptureFixture[str], arguments: Sequence[str], words:
         (["--trainer.default_root_dir=file"], "trainer.default_root_dir='file': accepted is a folder"),
         (["--trainer.default_root_dir=file/run"], "trainer.default_root_dir='file/run': accepted is a folder"),
         (["--trainer.max_steps=-7"], "trainer.max_steps=-7"),
+        (["--trainer.fast_dev_run=-1"], "trainer.fast_dev_run=-1"),
+        (["--trainer.max_time=soon"], "trainer.max_time='soon'"),
         (["--trainer.val_check_interval=-1"], "trainer.val_check_interval=-1"),
         (["--model.lora.alpha=.nan"], "model.lora.alpha=nan"),
         (["--model.rewards=[os.path.join]"], "model.rewards='join': accepted is functions of prompts, completions"),
@@ -121,6 +134,10 @@ def test_training(
         ("evaluate --temperature -1", "temperature=-1.0"),
         ("evaluate --vllm.memory_share 5", "vllm.memory_share=5.0"),
         ("generate --run nothing --prompt x", "run='nothing'"),
+        ("generate --run torn --prompt x", "run='torn': accepted is a run whose config.yaml is whole"),
+        ("generate --adapter odd --prompt x", "adapter='odd': accepted is an adapter whose adapter_config.json has a"),
+        ("filter --dataset custom --path odd.jsonl --output k.jsonl", "path='row 0': accepted is a row with a text"),
+        ("toy train --seeds -1", "seeds=-1"),
         ("generate --policy.path TINY --prompt x --seed -1", "seed=-1"),
         ("generate --policy.path TINY --prompt x --chat true", "chat=True"),
         ("generate --policy.path TINY --messages binary.jsonl", "messages='binary.jsonl'"),
