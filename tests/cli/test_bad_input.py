@@ -252,7 +252,7 @@ def test_damaged_adapter_is_refused(
     "optimizer",
     [
         "{class_path: os.system, init_args: {command: touch ran}}",
-        "{class_path: subprocess.run, init_args: {args: touch ran, shell: true}}",
+        "{class_path: subprocess.getoutput, init_args: {cmd: touch ran}}",
         "os.system",
         "torch.nn.Linear",
     ],
