@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import re
 import subprocess
 import sys
 import tempfile
@@ -100,11 +101,18 @@ def table(record: list[dict[str, Any]]) -> str:
         tries = sorted((entry for entry in record if entry["fault"] == name), key=lambda entry: entry["try"])
         lost = sorted({entry["lost"] for entry in tries} - {"nothing"})
         count = sum(entry["lost"] != "nothing" for entry in tries)
-        words = dict.fromkeys(f"exit {entry['exit']}: {entry['saw']}" for entry in tries)
+        words = dict.fromkeys(f"exit {entry['exit']}: {_without_folders(entry['saw'])}" for entry in tries)
         seen = "<br>".join(_cell(text) for text in list(words)[:4])
         what = "" if not tries else f"{count} of {len(tries)}: {'; '.join(lost)}" if lost else "nothing"
         lines.append(f"| {row.title} | {len(tries) or 'not run'} | {what} | {seen} |")
     return "\n".join(lines)
+
+
+def _without_folders(text: str) -> str:
+    """The same words for the same fault: without process ids, seconds and the number of the folder."""
+    for pattern, new in ((r"\.\.\./\w+-\d+/?", ".../"), (r"PID \d+", "PID ..."), (r"^after \d+ s", "within a minute")):
+        text = re.sub(pattern, new, text)
+    return text
 
 
 def _cell(text: str) -> str:

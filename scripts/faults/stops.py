@@ -12,6 +12,7 @@ from pathlib import Path
 
 from faults.lab import DDP, LIMIT_S, STEPS, Lab, NotPossibleError, Outcome, Running, fault, said
 
+STOPPED = "stopping as asked; resume with --ckpt_path last"
 CLOCK = """
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -84,11 +85,10 @@ def _asked(lab: Lab, name: signal.Signals, number: int, times: int = 1) -> Outco
         running.process.send_signal(name)
         time.sleep(0.1)
     text = running.end()
-    words = "stopping as asked; resume with --ckpt_path last"
     assert running.process.returncode == 0, text[-2000:]
-    assert words in text, text[-2000:]
+    assert STOPPED in text, text[-2000:]
     lab.resume(running.root)
-    return Outcome(lab.difference(running.root), f"{name.name}: finishing this step, then saving ... {words}", 0)
+    return Outcome(lab.difference(running.root), f"{name.name}: finishing this step, then saving ... {STOPPED}", 0)
 
 
 @fault("SIGTERM after each step, resumed", tries=STEPS - 1)
@@ -134,7 +134,8 @@ def sigterm_early(lab: Lab, number: int) -> Outcome:
     text = running.end()
     assert "Traceback" not in text, text[-2000:]
     lab.resume(running.root)
-    return Outcome(lab.difference(running.root), said(text), running.process.returncode)
+    words = STOPPED if STOPPED in text else said(text)
+    return Outcome(lab.difference(running.root), words, running.process.returncode)
 
 
 @fault("verifier's worker process killed while it judges", tries=8)
