@@ -108,6 +108,14 @@ class FusedDecoder:
                     x = layer_forward(call, x)
         return x[:tokens]
 
+    def forget(self) -> None:
+        """Drop everything that was made of the weights; it is made anew when it is needed."""
+        for layer in self.layers:
+            for group in layer.groups:
+                group.forget()
+        if self.graphs is not None:
+            self.graphs.release()
+
     def adapters(self, dtype: torch.dtype) -> tuple[list[list[Adapters | None]], list[list[Tensor]]]:
         """Copies in ``dtype`` of every adapter that is switched on, and the parameters themselves, by layer."""
         copies: list[list[Adapters | None]] = []

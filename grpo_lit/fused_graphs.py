@@ -16,11 +16,9 @@ of memory above all, the layers run unrecorded from then on.
 
 from __future__ import annotations
 
-import functools
 import gc
 import logging
 from collections import Counter
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -36,15 +34,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("grpo_lit.layers")
 
-_UNFINISHED: list[object] = []
-"""Recordings that broke off, kept from being freed: their pool is in no state for it."""
 _PAYS = 3  # passes over a shape that make up for its recording
-
-
-@functools.cache
-def _capture_stream(device: int) -> torch.cuda.Stream:
-    """One stream for all recordings: cuBLAS keeps a workspace for every stream it has seen."""
-    return torch.cuda.Stream(device)
 
 
 class Recording(NamedTuple):
@@ -228,6 +218,8 @@ class LayerGraphs:
             drop_frames(error)
             self.release()
             return None
+        segments = torch.cuda.memory_snapshot()
+        self.pool_bytes = sum(s["total_size"] for s in segments if tuple(s["segment_pool_id"]) == tuple(self._pool))
         _log.info("layers recorded as CUDA graphs for %d tokens in %d sequences", *key)
         return self._recordings[key]
 
@@ -235,10 +227,9 @@ class LayerGraphs:
         tokens, sequences = key
         depth = len(self._decoder.layers) + 2
         if self._buffers is None or self._buffers.shape[1] < tokens:
-            if self._recordings:  # they hold addresses in the smaller buffer
-                self._recordings.clear()
-                self._buffers = None
-                gc.collect()
+            self._recordings.clear()  # they hold addresses in the smaller buffer
+            self._buffers = None
+            gc.collect()
             self._buffers = x.new_zeros(depth, tokens, x.shape[1])
         if not self._grads:
             self._flat = torch.zeros(sum(p.numel() for p in parameters), device=x.device)
@@ -257,28 +248,11 @@ class LayerGraphs:
             self._backward(made)
             self._loaded.add(key)
         torch.cuda.synchronize(x.device)
-        torch.cuda.empty_cache()  # what passes left there can't be used in the pool
-        before = torch.cuda.memory_reserved(x.device)
-        self._capture(self._pool, forward, lambda: self._forward(made))
-        self._capture(self._pool, backward, lambda: self._backward(made))
-        self.pool_bytes += torch.cuda.memory_reserved(x.device) - before
+        with torch.cuda.graph(forward, pool=self._pool, capture_error_mode="thread_local"):
+            self._forward(made)
+        with torch.cuda.graph(backward, pool=self._pool, capture_error_mode="thread_local"):
+            self._backward(made)
         return made
-
-    @staticmethod
-    def _capture(pool: Any, graph: torch.cuda.CUDAGraph, work: Callable[[], None]) -> None:
-        """Record; torch.cuda.graph would collect garbage twice, which takes longer than the recording."""
-        current, side = torch.cuda.current_stream(), _capture_stream(torch.cuda.current_device())
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
-            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-            try:
-                work()
-            except BaseException:
-                _UNFINISHED.append(graph)
-                graph.capture_end()
-                raise
-            graph.capture_end()
-        current.wait_stream(side)
 
     def _calls(self, recording: Recording) -> list[Call]:
         tokens = len(recording.dy)

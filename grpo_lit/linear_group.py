@@ -63,6 +63,10 @@ class LinearGroup:
         self._packed: list[tuple[int, Nf4Weight]] | None = None
         self._bias: tuple[tuple[Any, ...], Tensor] | None = None
 
+    def forget(self) -> None:
+        """Drop what was read out of the layers; weights that have moved would be held where they were."""
+        self._packed = self._bias = None
+
     @property
     def quantized(self) -> bool:
         """Whether the weights are in 4 bits."""

@@ -125,6 +125,19 @@ def test_over_an_nf4_base(checkpointed: int) -> None:
     assert_same(model, policy, 1e-3)
 
 
+def test_nothing_is_held_where_weights_were() -> None:
+    """A trainer moves a model to the host in the end: 4-bit weights read out before would stay on the device."""
+    model = model_of("llama", nf4=True)
+    policy = policy_of(model)
+    policy.fused = FusedDecoder(model, LayerCheckpointing(model))
+    before = passes(policy)
+    groups = [group for layer in policy.fused.layers for group in layer.groups]
+    assert all(group._packed is not None for group in groups)
+    nn.ModuleList([policy]).to("cpu")
+    assert all(group._packed is None and group._bias is None for group in groups)
+    assert torch.equal(passes(policy)[0], before[0])
+
+
 def test_layer_inputs_may_wait_on_the_host() -> None:
     model = model_of("llama")
     policy = policy_of(model)

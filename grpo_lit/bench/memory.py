@@ -160,6 +160,7 @@ def _measure(name: str, options: argparse.Namespace, extra: list[str], on_cuda: 
     if cli.model.policy is not None:
         cli.model.engine.close()
         cli.model.policy = None
+        del cli.model.engine  # it holds the policy too
     return rows
 
 
