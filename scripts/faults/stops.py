@@ -49,18 +49,20 @@ def _resumed(lab: Lab, running: Running, code: int | None) -> Outcome:
     if left := [file.name for file in (running.root / "checkpoints").glob(".*.tmp")]:
         lost = f"{left} left behind"
     shutil.rmtree(running.root)
-    return Outcome(lost, "the step that was cut short is sampled again", code)
+    return Outcome(lost, "(nothing; the resume samples the step again)", code)
 
 
 @fault("SIGKILL at a random moment, resumed", tries=20)
 def sigkill(lab: Lab, number: int) -> Outcome:
     """Moments spread over loading, validation, sampling, training, writing and exporting."""
     numbers = random.Random(number)
-    running = lab.start(lab.fresh("sigkill"))
-    running.wait_for_lines(numbers.randrange(STEPS + 1))
-    time.sleep(numbers.random() * 0.4)
-    running.process.kill()
-    return _resumed(lab, running, running.process.wait())
+    while True:
+        running = lab.start(lab.fresh("sigkill"))
+        running.wait_for_lines(numbers.randrange(STEPS + 1))
+        time.sleep(numbers.random() * 0.4)
+        running.process.kill()
+        if running.process.wait() == -signal.SIGKILL:  # and not at its end already
+            return _resumed(lab, running, -signal.SIGKILL)
 
 
 @fault("SIGKILL while a checkpoint is being written, resumed", tries=5)
