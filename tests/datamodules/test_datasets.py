@@ -159,9 +159,7 @@ def test_mistakes_are_named(arguments: dict[str, Any], words: list[str], tmp_pat
         assert word in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "text", ["[" * 100_000, '{"question": ' * 50_000, '{"question": ' + "9" * 5000 + "}"]
-)
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"question": ' * 50_000, '{"question": ' + "9" * 5000 + "}"])
 @pytest.mark.parametrize("suffix", [".jsonl", ".json"])
 @pytest.mark.faults
 def test_json_that_breaks_parsers_is_one_line(text: str, suffix: str, tmp_path: Path) -> None:
