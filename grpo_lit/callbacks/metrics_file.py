@@ -91,8 +91,10 @@ def without_timings(record: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in record.items() if not name.startswith(TIMING_PREFIXES)}
 
 
-def read_metrics(path: Path, *, repair: bool = False) -> list[dict[str, Any]]:
+def read_metrics(path: Path, *, repair: bool = False, key: str = "step") -> list[dict[str, Any]]:
     """Records of a metrics file; a last line torn by a crash is left out, and cut off with `repair`.
+
+    Every record has a ``key``: a whole number as step, text under any other name.
 
     Raises:
         SystemFault: another line is no record.
@@ -105,14 +107,15 @@ def read_metrics(path: Path, *, repair: bool = False) -> list[dict[str, Any]]:
         _log.warning("%s: cut off a torn last line of %d bytes", path, len(raw) - len(whole))
         with path.open("r+b") as file:
             file.truncate(len(whole))
-    return [_record(line, path, number) for number, line in enumerate(whole.split(b"\n"), start=1) if line.strip()]
+    lines = enumerate(whole.split(b"\n"), start=1)
+    return [_record(line, path, number, key) for number, line in lines if line.strip()]
 
 
-def _record(line: bytes, path: Path, number: int) -> dict[str, Any]:
+def _record(line: bytes, path: Path, number: int, key: str) -> dict[str, Any]:
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
         record = None
-    if not isinstance(record, dict) or not isinstance(record.get("step"), int):
-        raise SystemFault(f"{path}, line {number} is damaged: no JSON object with a step; restore it or take it out")
+    if not isinstance(record, dict) or not isinstance(record.get(key), int if key == "step" else str):
+        raise SystemFault(f"{path}, line {number} is damaged: no JSON object with a {key}; restore it or take it out")
     return record

@@ -145,7 +145,7 @@ class Trials:
     def __init__(self, folder: Path, base: Sequence[str], options: TuneConfig, passes: int, *, fork: bool) -> None:
         self.folder, self.base, self.options, self.passes, self.fork = folder, list(base), options, passes, fork
         self.path = folder / "runs.jsonl"
-        self._known = {record["name"]: record for record in read_metrics(self.path, repair=True)}
+        self._known = {record["name"]: record for record in read_metrics(self.path, repair=True, key="name")}
         settings = {"base": self.base, "steps": options.steps, "warmup": options.warmup}
         kept = folder / "search.json"
         if kept.is_file() and json.loads(kept.read_text()) != settings:
