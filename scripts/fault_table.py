@@ -132,7 +132,7 @@ def footer(record: list[dict[str, Any]]) -> str:
     when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
     return (
         f"{tries} tries of {faults} faults, {when}; {'; '.join(versions)}; {'; '.join(machines)}; one thread. Every "
-        f"try with its words, exit code, commit and seconds: [results/faults.jsonl](results/faults.jsonl)."
+        f"try with its words, exit code, commit and seconds: `docs/results/faults.jsonl`."
     )
 
 
