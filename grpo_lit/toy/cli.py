@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
@@ -191,17 +190,13 @@ def main(argv: Sequence[str]) -> int:
     for command in (train, length):
         command.add_argument("--output", type=Path, default=Path("toy"), help="folder of the figure")
     options = vars(parser.parse_args(list(argv)))
-    try:
-        command_name = options.pop("command")
-        if command_name == "train":
-            toy_train(**options)
-        elif command_name == "length":
-            toy_length(**options)
-        else:
-            toy_sharded(**options)
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
+    command_name = options.pop("command")
+    if command_name == "train":
+        toy_train(**options)
+    elif command_name == "length":
+        toy_length(**options)
+    else:
+        toy_sharded(**options)
     return 0
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from grpo_lit.cli import main as grpo_lit
 from grpo_lit.toy.cli import main, toy_length, toy_train
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -50,7 +51,7 @@ def test_length(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_mistakes_end_with_code_2_and_one_line(
     argv: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([*argv, "--output", str(tmp_path)]) == 2
+    assert grpo_lit(["toy", *argv, "--output", str(tmp_path)]) == 2
     message = capsys.readouterr().err.strip()
     assert "\n" not in message
     assert argv[-2].removeprefix("--").rstrip("s") in message

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_lit.toy.cli import main, toy_sharded
+from grpo_lit.cli import main
+from grpo_lit.toy.cli import toy_sharded
 from grpo_lit.toy.distributed import local_counts
 from grpo_lit.toy.echo import EchoRollout
 from grpo_lit.toy.train import update
@@ -84,5 +85,5 @@ def test_training_in_two_processes_learns(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_sharded_command_refuses_by_name(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["sharded", "--processes", "0"]) == 2
+    assert main(["toy", "sharded", "--processes", "0"]) == 2
     assert "processes=0" in capsys.readouterr().err
