@@ -48,3 +48,17 @@ def _reader(path: str, mode: str, changed_ns: int, size: int) -> Any:
 @functools.lru_cache(maxsize=4)
 def _shared_name_map(architecture: Any, num_layers: int) -> Any:
     return importlib.import_module("gguf.tensor_mapping").get_tensor_name_map(architecture, num_layers)
+
+
+def special_tokens(path: str | os.PathLike[str]) -> dict[str, int]:
+    """Ids that a GGUF file gives its tokenizer's special tokens, by transformers' names (``eos_token``, ...).
+
+    transformers takes most from the file itself, but 5.17 reads SmolLM2's EOS as its BOS.
+
+    Args:
+        path: the GGUF file.
+    """
+    fields = _shared_reader(path).fields
+    keys = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+    found = {name: fields.get(f"tokenizer.ggml.{key}_token_id") for name, key in keys.items()}
+    return {name: int(field.contents()) for name, field in found.items() if field is not None}

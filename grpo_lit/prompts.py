@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from grpo_lit.errors import UserError
-from grpo_lit.gguf_files import read_once
+from grpo_lit.gguf_files import read_once, special_tokens
 from grpo_lit.hub import offline_if_unreachable
 from grpo_lit.model_source import ModelSource, unreachable
 
@@ -32,6 +33,9 @@ def load_tokenizer(source: ModelSource, *, argument: str = "model.policy.path") 
         if (fault := unreachable(source, argument, error)) is not None:
             raise fault from error
         raise UserError(argument, source.spec, "a model with a tokenizer") from error
+    if source.gguf_file:
+        for name, number in special_tokens(Path(source.location) / source.gguf_file).items():
+            setattr(tokenizer, name, tokenizer.convert_ids_to_tokens(number))
     if tokenizer.eos_token_id is None:
         raise UserError(argument, source.spec, "a tokenizer with an EOS token: a rollout could never stop")
     if tokenizer.pad_token_id is None:

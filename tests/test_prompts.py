@@ -59,6 +59,12 @@ def test_decode_leaves_special_tokens_out(encoder: PromptEncoder) -> None:
     assert encoder.decode([*ids, encoder.tokenizer.eos_token_id]) == "12+3"
 
 
+def test_a_gguf_file_names_its_special_tokens(smollm2: str) -> None:
+    tokenizer = load_tokenizer(resolve_model_source(smollm2))
+    assert (tokenizer.bos_token, tokenizer.eos_token) == ("<|im_start|>", "<|im_end|>")
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (1, 2)
+
+
 def test_a_gguf_file_is_read_once(smollm2: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import gguf
 
