@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import re
 
-_SIDES = re.compile(r"=|≈|≃|≅|∼|~|→|⇒|\\(?:approx|sim|simeq|cong|to|rightarrow|Rightarrow|implies)(?![a-zA-Z])")
+SIDES = re.compile(r"=|≈|≃|≅|∼|~|→|⇒|\\(?:approx|sim|simeq|cong|to|rightarrow|Rightarrow|implies)(?![a-zA-Z])")
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 _SPACING = re.compile(r"\\left|\\right|\\(?:big|Big|bigg|Bigg)[lr]?|\\q?quad|\\[,;!: ]|\\\$|[\s$]")
+_WORDS = re.compile(r"\\text\s*\{[^{}]*\}|\b(?:and|or)\b")
 _SCIENTIFIC = re.compile(r"(?:[*×·⋅]|\\times|\\cdot)10(?:\^|\*\*)")
 _OPERATOR = r"(?:[-+*×·⋅∙•∗÷−–—‐‑±]|\\(?:times|cdot|div|pm|ast)(?![a-zA-Z]))"
 # an operator between two values, or a product of brackets; brackets around them change nothing
@@ -45,13 +46,24 @@ def worked_out(text: str) -> str | None:
     ['-8', '16/2', '2^3 ≈ 8', '3 \\times 10^5', '2\\sqrt{2}']
     """
     found, value = False, None
-    for side in _SIDES.split(text):
+    for side in SIDES.split(text):
         plain = _SCIENTIFIC.sub("e", _SPACING.sub("", side))
         if _OPERATION.search(plain) or _are_side_by_side(side):
             found = True
         elif any(char.isdigit() for char in plain):
             value = side.strip()
     return value if found else text
+
+
+def calculates(text: str) -> bool:
+    r"""Whether some side of a text is a calculation, one in a tuple or an interval included.
+
+    >>> texts = ("(3-2,1+1)", "x > 1+1", "(1,2)", "x > -2", r"[0,1) \cup (2,3]", "1 and -2")
+    >>> [calculates(text) for text in texts]
+    [True, True, False, False, False, False]
+    """
+    sides = SIDES.split(_WORDS.sub(",", text))
+    return any(_OPERATION.search(_SCIENTIFIC.sub("e", _SPACING.sub("", side))) for side in sides)
 
 
 def _are_side_by_side(side: str) -> bool:

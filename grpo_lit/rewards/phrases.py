@@ -10,6 +10,7 @@ import re
 from .leaves import plain_words
 
 _CHOICE = re.compile(r"(?:\\text\{ *)?\(? *([A-J]) *(?:\)|\}|\.|:|$).*")
+_OTHER_CHOICE = re.compile(r"(?<![a-zA-Z])([A-J])(?=[).:,;}\]]|$)")
 _BARE_CHOICE = re.compile(r"(?:\\text\{ *)?\(? *([A-J]) *\)?\.? *\}?")
 _UNANSWERABLE = re.compile(
     r"(?:none|n/?a|unanswerable|undetermined|indeterminate|unknown"
@@ -36,7 +37,8 @@ def same_phrase(gold: str, answer: str) -> bool | None:
     choice = _BARE_CHOICE.fullmatch(gold)
     chosen = _CHOICE.fullmatch(answer) if choice else None
     if choice and chosen:
-        return chosen[1] == choice[1]
+        others = set(_OTHER_CHOICE.findall(answer[chosen.end(1) :])) - {chosen[1]}
+        return chosen[1] == choice[1] and not others  # a list of the options chooses none
     if is_yes_or_no(gold):
         said = re.findall(r"\b(?:yes|no|true|false)\b", answer.lower())
         return (

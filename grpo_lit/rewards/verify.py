@@ -18,10 +18,11 @@ from typing import Literal, NamedTuple
 
 from grpo_lit.errors import UserError
 from grpo_lit.rewards.algebra import TooLarge
-from grpo_lit.rewards.calculation import is_number, worked_out
+from grpo_lit.rewards.calculation import calculates, worked_out
 from grpo_lit.rewards.compare import is_several, same_answer
 from grpo_lit.rewards.extract import final_answer, gold_answer
 from grpo_lit.rewards.leaves import ExactOracle, check_size
+from grpo_lit.rewards.literal import is_literal, is_plain, is_worked_out, stated_number
 from grpo_lit.rewards.normalize import normalise
 from grpo_lit.rewards.phrases import is_yes_or_no
 from grpo_lit.rewards.policy import DEFAULT_POLICY, VerifierPolicy
@@ -122,7 +123,7 @@ class VerifierPool:
 
     def same(self, first: str, second: str, *, timeout_s: float | None = None) -> bool:
         """Whether two final answers, as extracted, are equal; the notion of equality that `verify` uses."""
-        if is_number(normalise(first)):  # as gold, so that "8" and "3+5" differ either way round
+        if is_literal(normalise(first)):  # as gold, so that "8" and "3+5" differ either way round
             first, second = second, first
         return self.verify(rf"\boxed{{{first}}}", second, timeout_s=timeout_s).correct
 
@@ -171,12 +172,15 @@ def _exact_verdict(response: str, gold: str, policy: VerifierPolicy) -> tuple[Ve
     if len(text) > MAX_ANSWER_CHARS:
         return replace(verdict, kind="unparsable", reason=f"an answer of {len(text)} characters"), None
     answer = normalise(text)
-    if policy.calculations == "refused" and is_number(wanted):
+    if policy.calculations == "refused" and is_plain(wanted):
         value = worked_out(text)
         value = value and worked_out(answer if value is text else normalise(value))
+        value = value and stated_number(value)
         if value is None:
             return replace(verdict, reason="a calculation that is not carried out"), None
         answer = value
+    elif policy.calculations == "refused" and is_worked_out(wanted) and calculates(text) and worked_out(text) is None:
+        return replace(verdict, reason="a calculation that is not carried out"), None
     try:
         same = same_answer(wanted, answer, ExactOracle(policy))
         if same is None:

@@ -474,3 +474,44 @@ def test_nothing_without_the_number_is_the_number() -> None:
         verdicts = pool.verify_many(texts, ["8"] * len(texts))
     assert [text for text, verdict in zip(texts, verdicts, strict=True) if verdict.correct] == []
     assert {v.kind for v in verdicts} >= {"wrong", "unparsable"}
+
+
+ECHOES = {
+    "1,000": ["500+500"],
+    "17/12": ["2/3+3/4", r"\frac{2}{3}+\frac{3}{4}"],
+    "1/2": ["1/4+1/4", "1-1/2"],
+    "12%": ["6+6", "100-88", "3×4", "(6+6)%", r"\frac{6+6}{100}"],
+    **{gold: ["3+5"] for gold in ("$8", "8 cm", "+8", "(8)", r"8\%", r"8^\circ", r"\frac{8}{1}", "x=8")},
+    "(1,2)": ["(3-2,1+1)"],
+    "x>2": ["x>1+1"],
+    "1, 2": ["3-2, 1+1"],
+    "15": ["3⊗5"],
+    "6": ["3{2}", "3[2]", r"\frac{3}{1}\frac{2}{1}"],
+    "8": [
+        *("3 ⊕ 5", "3∔5", "3! + 2", "3°+5°", "3'+5'", "|3|+5", r"\lfloor3\rfloor+5", r"\{3\}+\{5\}", "x+8-x", "3y/y+5"),
+        *(r"\sum_{k=3}^{3}k+5", r"\int_0^8 dx", r"\max(3,8)", r"\gcd(8,16)", r"\binom{8}{1}", "8!/7!", r"\exp(\ln 8)"),
+        *(r"8\cos 0", r"\log_2 256", r"\lfloor 8.5\rfloor", "3 5/1", r"3\frac51", "7 2/2", r"\pi-\pi+8"),
+    ],
+    "A": ["(A),(B),(C),(D)", "(A) (B) (C) (D)", "(A) or (B)", "A. B", "A.B", "A) 5 B) 6"],
+}
+
+
+@pytest.mark.parametrize("gold", ECHOES)
+def test_a_question_in_other_signs_is_no_answer(gold: str) -> None:
+    for text in ECHOES[gold]:
+        for response in (text, rf"\boxed{{{text}}}"):
+            assert not verify_math(response, gold).correct, explain(response, gold)
+
+
+def test_what_stands_around_a_number_is_no_calculation() -> None:
+    fine = {"1000": "1,000", "$1,000": "1,000", "0.5": "1/2", "50%": "1/2", r"1\frac{5}{12}": r"\frac{17}{12}"}
+    fine |= {r"\boxed{8 \text{ cm}^2}": "8", "8 hours": "8", "x = 8": "8", r"\$8.00": "8", "eight": "8", "about 8": "8"}
+    fine |= {
+        "10^6": "1000000",
+        r"45^\circ": "45",
+        "(B) A triangle": "B",
+        "A. I think so": "A",
+        r"\frac{-383}{6}": "-383/6",
+    }
+    for response, gold in fine.items():
+        assert verify_math(response, gold).correct, explain(response, gold)
