@@ -217,8 +217,8 @@ class AdaptiveMicroBatch(PhaseListener, Callback):
     def _apply(self, module: GRPOModule) -> None:
         known = (self._ceiling_tokens, self._fitting(), self._tokens.bound)
         module.micro_batch_tokens = max(min(tokens for tokens in known if tokens is not None), 1)
-        module.score_batch_size = self._score_rows.bound or self._configured[0]
-        module.engine.batch_size = self._rollout_rows.bound or self._configured[1]
+        module.score_batch_size = _smaller(self._score_rows.bound, self._configured[0])
+        module.engine.batch_size = _smaller(self._rollout_rows.bound, self._configured[1])
 
     # ---- records ------------------------------------------------------------------------------------------------
 
@@ -248,7 +248,13 @@ class AdaptiveMicroBatch(PhaseListener, Callback):
         for bound, state in zip(
             (self._tokens, self._score_rows, self._rollout_rows), state_dict["bounds"], strict=True
         ):
-            bound.load_state_dict(state)
+            # What was learnt, not what was configured: a resumed run may be given another patience.
+            bound.load_state_dict({**state, "growth": bound.growth, "wait": max(state["wait"], self.cool_down)})
+
+
+def _smaller(bound: int | None, configured: int | None) -> int | None:
+    """The smaller of two sizes; None stands for no limit."""
+    return min((size for size in (bound, configured) if size is not None), default=None)
 
 
 def _free(module: GRPOModule) -> None:

@@ -103,7 +103,7 @@ def _same_origin(endpoint: Callable[[Request], Awaitable[Response]]) -> Callable
         origin = request.headers.get("origin")
         if origin is not None and origin != f"http://{request.headers.get('host')}":
             return _error(403, "requests from other origins are refused")
-        if not request.headers.get("content-type", "").startswith("application/json"):
+        if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
             return _error(415, "send Content-Type: application/json")
         return await endpoint(request)
 
@@ -112,7 +112,7 @@ def _same_origin(endpoint: Callable[[Request], Awaitable[Response]]) -> Callable
 
 def _whole(request: Request, name: str, default: int) -> int:
     text = request.query_params.get(name, str(default))
-    if not text.isdigit() or len(text) > 12:
+    if not (text.isascii() and text.isdigit()) or len(text) > 12:
         raise UserError(name, text, "a whole number")
     return int(text)
 
@@ -125,7 +125,7 @@ def _trace_request(body: bytes) -> TraceRequest:
     """
     try:
         given = json.loads(body or b"{}")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError("body", body[:80], "a JSON object") from error
     known = {f.name: f.default for f in fields(TraceRequest)}
     if not isinstance(given, dict) or set(given) - set(known):

@@ -20,10 +20,10 @@ def parse_bytes(text: str, *, argument: str = "--vram") -> int:
         UserError: no size above 0, or no unit: 8 bytes are never meant.
     """
     match = _SIZE.fullmatch(str(text).strip())
-    size = int(float(match.group(1)) * _UNITS[match.group(2).lower()]) if match else 0
-    if size <= 0:
+    size = float(match.group(1)) * _UNITS[match.group(2).lower()] if match else 0.0
+    if not 1 <= size < 2**60:
         raise UserError(argument, text, "a size such as 8GiB or 7400MiB")
-    return size
+    return int(size)
 
 
 def format_bytes(num_bytes: float) -> str:

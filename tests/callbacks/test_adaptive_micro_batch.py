@@ -6,6 +6,7 @@ import json
 import random
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -248,3 +249,20 @@ def test_state_goes_through_a_checkpoint(tiny_llama: Path, tmp_path: Path) -> No
 def test_values_are_checked(name: str, value: Any) -> None:
     with pytest.raises(UserError, match=f"AdaptiveMicroBatch.{name}"):
         AdaptiveMicroBatch(**{name: value})
+
+
+def test_a_resumed_run_may_ask_for_less_than_what_was_learnt() -> None:
+    before = AdaptiveMicroBatch(cool_down=2, growth=1.25)
+    before.bytes_per_token, before._measured_tokens = 100.0, 10
+    for bound in (before._tokens, before._score_rows, before._rollout_rows):
+        bound.fail(64, 32)
+    state = json.loads(json.dumps(before.state_dict()))
+
+    after = AdaptiveMicroBatch(cool_down=5, growth=2.0)
+    after.load_state_dict(state)
+    assert [(b.bound, b.wait, b.growth) for b in (after._tokens, after._rollout_rows)] == [(32, 5, 2.0)] * 2
+    for configured, used in ((4, 4), (None, 32), (50, 32)):
+        after._configured = (configured, configured)
+        module = SimpleNamespace(engine=SimpleNamespace(batch_size=0), score_batch_size=0, micro_batch_tokens=0)
+        after._apply(module)  # type: ignore[arg-type]
+        assert (module.score_batch_size, module.engine.batch_size) == (used, used)

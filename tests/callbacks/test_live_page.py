@@ -158,7 +158,7 @@ def test_only_this_machine_and_this_page_are_served(job: Job) -> None:
     assert ask(job.port, "/api/trace")[1]["state"] in ("idle", "done")
     for path in ("/api/trace/file/../../etc/passwd", "/etc/passwd", "/api/trace/etc", "/docs"):
         assert ask(job.port, path)[0] == 404
-    for query in ("limit=-1", "limit=x", "since_step=1e9"):
+    for query in ("limit=-1", "limit=x", "since_step=1e9", "since_step=%C2%B2"):
         assert ask(job.port, f"/api/metrics?{query}")[0] == 400
     outside = {info[4][0] for info in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)} - {"127.0.0.1"}
     for address in [*outside, "127.0.0.2"]:
