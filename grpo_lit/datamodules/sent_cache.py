@@ -13,13 +13,14 @@ leaves of a batch is cut off and sampled again, with the same draws in the same 
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from grpo_lit.datamodules.readers import Row
 from grpo_lit.datamodules.sent import sent_order
@@ -95,20 +96,31 @@ class SentCacheWriter:
         entries: what a partial file of the same key already held, whole batches only.
 
     Raises:
-        UserError: there is a partial file of another key.
+        UserError: there is a partial file of another key, or another process writes it.
     """
 
     def __init__(self, path: Path, key: Mapping[str, Any], info: Mapping[str, Any]) -> None:
         self.path, self.key, self.info = path, dict(key), dict(info)
         self.partial = path.with_name(path.name + ".partial")
         self.entries: list[SentEntry] = []
-        if self.partial.is_file():
-            self._go_on()
-        else:
+        if not self.partial.is_file():
             self._begin()
+        self._lock = self._claim()
+        self._go_on()
 
     def _header(self, status: str, **more: Any) -> str:
         return json.dumps({MARK: VERSION, "status": status, "key": self.key, **more, "info": self.info})
+
+    def _claim(self) -> BinaryIO:
+        """Hold the partial file, so that no second process samples into it; the system lets go when this one ends."""
+        file = self.partial.open("rb")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.close()
+            accepted = f"a path that no other process samples into ({self.partial} is in use)"
+            raise UserError("sent.output", str(self.path), accepted) from error
+        return file
 
     def _begin(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -133,6 +145,10 @@ class SentCacheWriter:
             good += len(line) + 1
         if good < len(data):
             os.truncate(self.partial, good)
+
+    def close(self) -> None:
+        """Let another writer go on with the partial file."""
+        self._lock.close()
 
     def add(self, batch: Sequence[SentEntry]) -> None:
         """Append a batch of prompts as one line, flushed to disk.
@@ -160,6 +176,7 @@ class SentCacheWriter:
         lines = [self._header("complete", num_prompts=len(entries))]
         _write_whole(self.path, lines + [json.dumps(asdict(entry), ensure_ascii=False) for entry in entries])
         self.partial.unlink()
+        self.close()
         return SentCache(self.path, self.key, entries)
 
 

@@ -49,6 +49,9 @@ def test_torn_and_half_written_batches_are_sampled_again(tmp_path: Path) -> None
     writer.add([entry(0), entry(1)])
     writer.add([entry(2)])
     whole = writer.partial.read_bytes()
+    with pytest.raises(UserError, match="no other process samples into"):
+        SentCacheWriter(path, {"a": 1}, {})
+    writer.close()
     for cut in range(len(whole) + 1):
         if cut <= whole.index(b"\n"):
             continue  # the first line is written in one move: never torn
@@ -57,7 +60,10 @@ def test_torn_and_half_written_batches_are_sampled_again(tmp_path: Path) -> None
         assert len(again.entries) == (3 if cut == len(whole) else 2 if whole[:cut].count(b"\n") == 2 else 0)
         known = len(again.entries)
         again.add([entry(7)])  # right behind what was whole, not behind a torn line
-        assert [e.index for e in SentCacheWriter(path, {"a": 1}, {}).entries] == [0, 1, 2][:known] + [7]
+        again.close()
+        last = SentCacheWriter(path, {"a": 1}, {})
+        assert [e.index for e in last.entries] == [0, 1, 2][:known] + [7]
+        last.close()
     with pytest.raises(UserError, match=r"sent\.output.*a=1 instead of 2"):
         SentCacheWriter(path, {"a": 2}, {})
 
