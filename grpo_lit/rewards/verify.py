@@ -35,6 +35,7 @@ READER_FAILED = "the reader failed on it"
 MAX_ANSWER_CHARS = 2000
 """A final answer longer than this isn't read as mathematics."""
 CACHE_SIZE = 20_000
+_TO_DO, _SEVERAL = "a calculation that is not carried out", "several answers where one is asked for"
 _log = logging.getLogger("grpo_lit.verifier")
 
 
@@ -177,10 +178,11 @@ def _exact_verdict(response: str, gold: str, policy: VerifierPolicy) -> tuple[Ve
         value = value and worked_out(answer if value is text else normalise(value))
         value = value and stated_number(value)
         if value is None:
-            return replace(verdict, reason="a calculation that is not carried out"), None
+            too_many = not several and is_several(answer) and not calculates(text)
+            return replace(verdict, reason=_SEVERAL if too_many else _TO_DO), None
         answer = value
     elif policy.calculations == "refused" and is_worked_out(wanted) and calculates(text) and worked_out(text) is None:
-        return replace(verdict, reason="a calculation that is not carried out"), None
+        return replace(verdict, reason=_TO_DO), None
     try:
         same = same_answer(wanted, answer, ExactOracle(policy))
         if same is None:
@@ -192,7 +194,7 @@ def _exact_verdict(response: str, gold: str, policy: VerifierPolicy) -> tuple[Ve
     if same is None:
         return verdict, Job(wanted, answer, policy)
     if not same and not several and is_several(answer):
-        return replace(verdict, reason="several answers where one is asked for"), None
+        return replace(verdict, reason=_SEVERAL), None
     reason = "equal by exact comparison" if same else "different by exact comparison"
     return replace(verdict, kind="correct" if same else "wrong", reason=reason), None
 
