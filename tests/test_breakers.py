@@ -50,9 +50,9 @@ def refused(
         (["--trainer.limit_train_batches=0"], ["trainer.limit_train_batches=0"]),
         (["--trainer.val_check_interval=0"], ["trainer.val_check_interval=0", "at least 1"]),
         (["--trainer.gradient_clip_val=1.0"], ["trainer.gradient_clip_val=1.0", "model.max_grad_norm"]),
-        (["--trainer.devices=-1"], ["trainer=", "devices"]),
-        (["--trainer.strategy=ddpp"], ["trainer=", "ddpp"]),
-        (["--trainer.accelerator=cpuu"], ["trainer=", "cpuu"]),
+        (["--trainer.devices=-1"], ["trainer.devices=", "-1"]),
+        (["--trainer.strategy=ddpp"], ["trainer.strategy=", "ddpp"]),
+        (["--trainer.accelerator=cpuu"], ["trainer.accelerator=", "cpuu"]),
         (["--seed_everything=-1"], ["seed_everything=-1"]),
         (["--model.policy.tokenizer=./nowhere"], ["model.policy.tokenizer='./nowhere'"]),
         (["--model.length_penalty=.nan"], ["model.length_penalty=nan"]),
@@ -265,6 +265,9 @@ def test_reward_class_that_needs_arguments_is_one_line(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    (tmp_path / "needy_rewards.py").write_text("class Needy:\n    def __init__(self, scale):\n        pass\n")
+    needy = "class Needy:\n    def __init__(self, scale):\n        pass\n\n    def __call__(self, **columns):\n        pass\n"
+    (tmp_path / "needy_rewards.py").write_text(needy)
+        "class Needy:\n    def __init__(self, scale):\n        pass\n\n    def __call__(self, **c):\n        pass\n"
+    )
     arguments = fit_arguments(tiny_llama, "run", "--model.rewards=[needy_rewards.Needy]")
     refused(arguments, capsys, monkeypatch, "model.rewards='needy_rewards.Needy'", "missing 1 required")
