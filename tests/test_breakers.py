@@ -265,9 +265,7 @@ def test_reward_class_that_needs_arguments_is_one_line(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    needy = "class Needy:\n    def __init__(self, scale):\n        pass\n\n    def __call__(self, **columns):\n        pass\n"
-    (tmp_path / "needy_rewards.py").write_text(needy)
-        "class Needy:\n    def __init__(self, scale):\n        pass\n\n    def __call__(self, **c):\n        pass\n"
-    )
+    needy = "def __init__(self, scale):\n        pass\n\n    def __call__(self, **columns):\n        pass\n"
+    (tmp_path / "needy_rewards.py").write_text(f"class Needy:\n    {needy}")
     arguments = fit_arguments(tiny_llama, "run", "--model.rewards=[needy_rewards.Needy]")
     refused(arguments, capsys, monkeypatch, "model.rewards='needy_rewards.Needy'", "missing 1 required")
