@@ -11,7 +11,6 @@ from __future__ import annotations
 import re
 
 SIDES = re.compile(r"=|≈|≃|≅|∼|~|→|⇒|\\(?:approx|sim|simeq|cong|to|rightarrow|Rightarrow|implies)(?![a-zA-Z])")
-_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 _SPACING = re.compile(r"\\left|\\right|\\(?:big|Big|bigg|Bigg)[lr]?|\\q?quad|\\[,;!: ]|\\\$|[\s$]")
 _WORDS = re.compile(r"\\text\s*\{[^{}]*\}|\b(?:and|or)\b")
 _SCIENTIFIC = re.compile(r"(?:[*×·⋅]|\\times|\\cdot)10(?:\^|\*\*)")
@@ -24,11 +23,6 @@ _OPERATION = re.compile(
 # numbers side by side, which Math-Verify adds up ("3 5" is 8 to it): not digit groups, not the 3 1/2 of a mixed number
 _SIDE_BY_SIDE = re.compile(r"(?<![\d.,])\d[\d.,]*(?:\s+\d[\d.,]*)+(?:\s*/\s*\d)?")
 _GROUPS_OR_MIXED = re.compile(r"\d{1,3}(?:,?\s+\d{3})+[\d.,]*|\d+\s+\d+\s*/\s*\d")
-
-
-def is_number(text: str) -> bool:
-    """Whether a normalised text is one plain decimal number."""
-    return _NUMBER.fullmatch(text) is not None
 
 
 def worked_out(text: str) -> str | None:

@@ -59,6 +59,9 @@ def test_verdicts_of_others_on_real_answers(shared_data: Path, pool: VerifierPoo
     ]
     assert unknown == []
     assert len(differ) == len(KNOWN_DISAGREEMENTS), "a known disagreement is gone: take it off the list"
+    # By hand: where the file calls an answer wrong and we don't, the file errs (KNOWN_DISAGREEMENTS says why).
+    ours = [case for case, _ in differ if case["correct"]]
+    assert 1 - len(ours) / len(cases) >= 0.995
     assert 1 - len(differ) / len(cases) >= 0.994
     assert not {v.kind for v in verdicts} & {"timeout", "crashed"}
 
