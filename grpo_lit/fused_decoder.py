@@ -19,10 +19,8 @@ from grpo_lit.fused_layers import Call, FusedLayer, LayerFunction, layer_forward
 from grpo_lit.kernels.dispatch import resolve_impl
 from grpo_lit.kernels.packed_attention import Sequences
 from grpo_lit.linear_group import Adapters, LinearGroup
-from grpo_lit.memory.plan import RECORDING_ROOM
 
 if TYPE_CHECKING:
-    from grpo_lit.fused_graphs import LayerGraphs
     from grpo_lit.memory.checkpointing import LayerCheckpointing
 
 _log = logging.getLogger("grpo_lit.layers")
@@ -47,7 +45,6 @@ class FusedDecoder:
         self.checkpointing, self.chunk_tokens = checkpointing, chunk_tokens
         self.decoder: Any = getattr(model, model.base_model_prefix)
         self.layers = [FusedLayer(layer) for layer in self.decoder.layers]
-        self.graphs: LayerGraphs | None = None
 
     def __call__(
         self,
@@ -79,19 +76,10 @@ class FusedDecoder:
         return self.decoder.norm(x.index_select(0, before))  # type: ignore[no-any-return]
 
     def _layers(self, x: Tensor, positions: Tensor, where: Sequences) -> Tensor:
-        impl, tokens = resolve_impl("decoder_layer", None, x.device), len(x)
+        impl = resolve_impl("decoder_layer", None, x.device)
         if x.dtype == torch.float64:
             impl = "torch"
-        graphs = self.graphs if self.graphs is not None and impl == "triton" and self.graphs.applies(x) else None
-        if graphs is not None:
-            x, positions, where = graphs.padded(x, positions, where)
-        elif self.graphs is not None and self.graphs.buffer_bytes:
-            self.graphs.release()  # of layers that are no longer all checkpointed, say
         cos, sin = (t[0].contiguous() for t in self.decoder.rotary_emb(x, positions[None]))
-        if graphs is not None:
-            out = graphs.run(x, cos, sin, where)
-            if out is not None:
-                return out[:tokens]
         adapters, parameters = self.adapters(x.dtype)
         trains = torch.is_grad_enabled() and any(p.requires_grad for layer in parameters for p in layer)
         recomputed = 0 if self.checkpointing is None else self.checkpointing.count
@@ -106,15 +94,13 @@ class FusedDecoder:
             else:
                 with torch.no_grad():
                     x = layer_forward(call, x)
-        return x[:tokens]
+        return x
 
     def forget(self) -> None:
         """Drop everything that was made of the weights; it is made anew when it is needed."""
         for layer in self.layers:
             for group in layer.groups:
                 group.forget()
-        if self.graphs is not None:
-            self.graphs.release()
 
     def adapters(self, dtype: torch.dtype) -> tuple[list[list[Adapters | None]], list[list[Tensor]]]:
         """Copies in ``dtype`` of every adapter that is switched on, and the parameters themselves, by layer."""
@@ -189,7 +175,6 @@ def choose_fused(
     checkpointing: LayerCheckpointing | None,
     wanted: bool | None,
     chunk_tokens: int | None = None,
-    graphs: bool | None = False,
 ) -> FusedDecoder | None:
     """The fused decoder where it is wanted and possible.
 
@@ -198,7 +183,6 @@ def choose_fused(
         checkpointing: which layers keep their input alone for the backward.
         wanted: None for on CUDA where the model allows it.
         chunk_tokens: tokens of a chunk of the feed-forward part; None for the default.
-        graphs: record the layers as CUDA graphs (`grpo_lit.fused_graphs`); None where 8 GiB are free.
 
     Raises:
         UserError: it is wanted, and this model can't be run so.
@@ -212,10 +196,4 @@ def choose_fused(
         _log.info("layers run through transformers: fused_layers needs %s", reason)
         return None
     _log.info("layers run through grpo_lit.fused_layers")
-    decoder = FusedDecoder(model, checkpointing, chunk_tokens or CHUNK_TOKENS)
-    if graphs is not False and model.device.type == "cuda":
-        from grpo_lit.fused_graphs import LayerGraphs, free_bytes
-
-        if graphs or free_bytes(model.device) >= RECORDING_ROOM:
-            decoder.graphs = LayerGraphs(decoder, 0 if graphs else RECORDING_ROOM)
-    return decoder
+    return FusedDecoder(model, checkpointing, chunk_tokens or CHUNK_TOKENS)

@@ -105,14 +105,14 @@ class Attended(NamedTuple):
 Matrices = list[tuple[slice, Tensor]]
 
 
-def _attend(call: Call, x: Tensor, qkv_weight: Matrices, o_weight: Matrices, into: Tensor | None = None) -> Attended:
-    """The first half of a layer; h goes ``into`` a buffer where given."""
+def _attend(call: Call, x: Tensor, qkv_weight: Matrices, o_weight: Matrices) -> Attended:
+    """The first half of a layer."""
     layer, heads = call.layer, call.layer.heads()
     normed = layer.norm("input_layernorm", x, call.impl)
     qkv, low_qkv = product(normed, layer.qkv, qkv_weight, call.adapters[0])
     turned = rotary(qkv, call.cos, call.sin, heads, impl=call.impl)
     out, kept = packed_attention(*_parts(turned, qkv, heads), call.where, layer.scale)
-    h = x.clone() if into is None else into.copy_(x)
+    h = x.clone()
     low_o = product_into_(h, out.flatten(1), layer.o, o_weight, call.adapters[1])
     return Attended(normed, qkv, turned, out, kept, low_qkv, low_o, h)
 
@@ -230,10 +230,10 @@ class LayerFunction(torch.autograd.Function):
         return dx, None, *grads
 
 
-def layer_forward(call: Call, x: Tensor, into: Tensor | None = None) -> Tensor:
-    """y (tokens, H) of one layer, nothing kept; ``into`` a buffer where given."""
+def layer_forward(call: Call, x: Tensor) -> Tensor:
+    """y (tokens, H) of one layer, nothing kept."""
     dtype = x.dtype
-    seen = _attend(call, x, call.layer.qkv.matrices(dtype), call.layer.o.matrices(dtype), into)
+    seen = _attend(call, x, call.layer.qkv.matrices(dtype), call.layer.o.matrices(dtype))
     return _feed_forward_(call, seen.h, None)
 
 

@@ -69,7 +69,6 @@ class Passes:
                 totals, flat = module.phase.attempt(lambda number=number: self._accumulate(number))  # type: ignore[misc]
             with module.phase("optimizer"):
                 metrics.append(self._step(totals, flat))
-        module.live_policy.release()  # rollouts have the memory of recorded layers
         return mean_of_passes(metrics)
 
     # ---- before the passes --------------------------------------------------------------------------------------

@@ -226,8 +226,6 @@ class PhaseRecorder:
         if undo is not None:
             undo()
         self._module.engine.release()
-        if self._module.policy is not None:
-            self._module.policy.release()
         gc.collect()  # graphs of autograd hang in cycles with their hooks
         if self._cuda:
             torch.cuda.empty_cache()

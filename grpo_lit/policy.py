@@ -56,11 +56,6 @@ class PolicyConfig:
     fused_layers: bool | None = None
     """Run the decoder layers through grpo_lit.fused_layers (packed tokens, one autograd node a layer) when scoring
     and training; null does so on CUDA where the model is of a supported family over a frozen base."""
-    layer_graphs: bool | None = False
-    """Record the fused layers as CUDA graphs (grpo_lit.fused_graphs) while a step's passes last and all layers are
-    checkpointed: fewer launches, for many micro-batches of one size on a GPU that waits for them. null does so where
-    8 GiB are free. Experimental: with four micro-batches a step it was slower than without on an H200, and its
-    gradients have not been compared there."""
     cpu_threads: int | None = None
     """Threads of torch on the CPU; null leaves torch's choice. A tiny model is faster with 1, above all on a busy
     machine, where threads wait for each other after every small operation."""
@@ -113,11 +108,6 @@ class Policy(nn.Module):
     def device(self) -> torch.device:
         """Device of the weights."""
         return self.model.device
-
-    def release(self) -> None:
-        """Give back what is held between passes: recordings of the layers, made again when they pay."""
-        if self.fused is not None and self.fused.graphs is not None:
-            self.fused.graphs.release()
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Policy:
         """Weights move or change their dtype: nothing made of the old ones may stay behind on their device."""
@@ -267,9 +257,7 @@ def load_policy(
     if config.mlp_tile_tokens is not None:
         tile_mlps(model, config.mlp_tile_tokens)
     policy = Policy(model, source, _checkpointing(config, model))
-    policy.fused = choose_fused(
-        model, policy.checkpointing, config.fused_layers, config.mlp_tile_tokens, config.layer_graphs
-    )
+    policy.fused = choose_fused(model, policy.checkpointing, config.fused_layers, config.mlp_tile_tokens)
     return policy
 
 

@@ -14,7 +14,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from grpo_lit.bench.shapes import write_model_folder
-from grpo_lit.bench.step import OURS, note, report
+from grpo_lit.bench.step import note, report
 from grpo_lit.datamodules.loader import PromptBatch
 from grpo_lit.phases import Phase, PhaseListener
 
@@ -36,7 +36,7 @@ def run_ours(options: argparse.Namespace, extra: list[str], scratch: Path) -> di
     own = (
         [] if options.task else _shape_arguments(options, write_model_folder(options.shape, scratch / "model"), on_cuda)
     )
-    cli = build("fit", [*_arguments(options, scratch / "run", on_cuda), *own, *OURS[options.child][1], *extra])
+    cli = build("fit", [*_arguments(options, scratch / "run", on_cuda), *own, *extra])
     note("configuration resolved")
     profiled = options.steps if options.profile and on_cuda else None
     watch = _Watch(profiled, lambda: _result(options, scratch, on_cuda), endless=not options.task)
@@ -83,7 +83,7 @@ def _arguments(options: argparse.Namespace, root: Path, on_cuda: bool) -> list[s
         "--trainer.limit_val_batches=0",
         "--trainer.enable_progress_bar=false",
         "--trainer.logger=false",
-        f"--model.rollout.engine={OURS[options.child][0]}",
+        f"--model.rollout.engine={options.child}",
         "--model.ppo_passes=1",
     ]
 

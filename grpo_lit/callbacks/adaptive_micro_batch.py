@@ -258,7 +258,6 @@ def _smaller(bound: int | None, configured: int | None) -> int | None:
 
 
 def _free(module: GRPOModule) -> None:
-    module.live_policy.release()
     gc.collect()
     if module.device.type == "cuda":
         torch.cuda.empty_cache()

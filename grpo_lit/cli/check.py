@@ -27,7 +27,6 @@ from grpo_lit.memory.fit import (
     longest_completion,
     peak,
     plan_table,
-    recorded_where_free,
     rows_in_flight,
 )
 from grpo_lit.memory.plan import plan_step, weight_ledger
@@ -157,8 +156,6 @@ def _memory(cli: GRPOCLI, budget: int | None) -> Iterator[Finding]:
     prompt, known = _prompt_tokens(cli)
     step = step_sizes_of(module, prompt_tokens=prompt, prompts=data.prompts_per_step)
     formats = formats_of(module, on_cuda=True, model_type=str(config.model_type))
-    if budget is not None and module.policy_config.layer_graphs is None:
-        formats = recorded_where_free(sizes, formats, budget)
     if budget is not None:  # the graph engine lets rows wait that do not fit
         step = replace(step, rollout_rows=max(1, rows_in_flight(sizes, formats, step, budget)))
     plans = list(plan_step(sizes, formats, step).values())

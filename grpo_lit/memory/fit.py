@@ -5,18 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from grpo_lit.memory.plan import KINDS, MIB, RECORDING_ROOM, Formats, PhasePlan, StepSizes, plan_step, weight_ledger
+from grpo_lit.memory.plan import KINDS, MIB, Formats, PhasePlan, StepSizes, plan_step
 from grpo_lit.memory.sizes import ModelSizes
 
 HEADROOM = 0.95
 """Share of a budget that live tensors may fill: the allocator's rounding and gaps took up to 5 % when measured."""
-
-
-def recorded_where_free(sizes: ModelSizes, formats: Formats, budget: int) -> Formats:
-    """The same with layers recorded as CUDA graphs, where a run with nothing said about it would record them."""
-    possible = formats.fused and formats.checkpointed is None and not formats.offload and formats.width == 2
-    free = budget - sum(weight_ledger(sizes, formats).values())
-    return replace(formats, recorded=possible and free >= RECORDING_ROOM)
 
 
 def peak(sizes: ModelSizes, formats: Formats, step: StepSizes) -> PhasePlan:

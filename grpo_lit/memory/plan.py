@@ -21,8 +21,6 @@ LOGIT_CHUNK_BYTES = 160 << 20
 """Budget of one chunk of logits, as in grpo_lit.kernels.head."""
 PREFILL_TOKENS = 2048
 """Tokens of one prefill forward of the graph engine."""
-RECORDING_ROOM = 8 * GIB
-"""Bytes that have to be free where layers are recorded as CUDA graphs without being asked for."""
 KINDS = (
     "base weights",
     "embedding, head",
@@ -33,7 +31,6 @@ KINDS = (
     "layer inputs",
     "activations",
     "logits",
-    "recordings",
     "workspace",
 )
 PHASES = ("load", "rollout", "score", "train", "optimizer")
@@ -93,8 +90,6 @@ class Formats:
     """What holds keys and values; vLLM's memory is its own, set aside by its settings."""
     scores: bool = False
     """Whether a step scores its rows before the first pass."""
-    recorded: bool = False
-    """Whether the fused layers are recorded as CUDA graphs while a step's passes last."""
     workspace: int = 32 * MIB
     """cuBLAS: 32 MiB on Hopper, 8.1 MiB on earlier cards."""
 
@@ -125,10 +120,6 @@ def plan_step(sizes: ModelSizes, formats: Formats, step: StepSizes) -> dict[str,
     }
     if formats.scores:
         plans["score"] = _score(sizes, formats, step)
-    if formats.recorded:  # until the last pass of a step is through
-        buffers, pool = recordings_bytes(sizes, formats, step)
-        plans["train"]["recordings"] = buffers  # the pool is where this phase computes
-        plans["optimizer"]["recordings"] = buffers + pool
     fixed = {"load": weights}
     return {
         phase: PhasePlan(phase, _ordered(fixed.get(phase, resident | {"workspace": formats.workspace}), plans[phase]))
@@ -254,37 +245,16 @@ def logit_bytes(sizes: ModelSizes, formats: Formats, m: int) -> int:
 def _train(sizes: ModelSizes, formats: Formats, step: StepSizes) -> Ledger:
     """The larger of two moments: the output layer's, and a layer's backward, while all layer inputs wait."""
     n, m = step.micro_rows * step.row_tokens, step.micro_rows * step.completion_tokens
-    n = padded_tokens(n) if formats.recorded else n
     hidden = n * sizes.hidden * formats.width
     recomputed = sizes.layers if formats.checkpointed is None else formats.checkpointed
     # with offload the one in use and the next are on the device
     inputs = min(recomputed, 2) * hidden if formats.offload else recomputed * hidden
-    if formats.recorded:
-        inputs = 2 * hidden  # what goes into the recording and what comes out; all others are in its buffers
     kept = (sizes.layers - recomputed) * kept_by_layer(sizes, formats, n)
     tokens_scored = m * sizes.hidden * (4 + 3 * formats.width)  # final norm in fp32 and out, what goes in, J
     head = {"layer inputs": inputs, "activations": kept + hidden + tokens_scored}
     head["logits"] = logit_bytes(sizes, formats, m)
     layer = {"layer inputs": inputs, "activations": kept + backward_of_layer(sizes, formats, n), "logits": 0}
     return max(head, layer, key=lambda ledger: sum(ledger.values()))
-
-
-def padded_tokens(tokens: int) -> int:
-    """The size in which a micro-batch of so many tokens is recorded: the next of eight an octave, by at least 64.
-
-    >>> padded_tokens(3584), padded_tokens(3585), padded_tokens(70)
-    (3584, 3840, 128)
-    """
-    step = max(64, 1 << max(0, (tokens - 1).bit_length() - 4))
-    return -(-tokens // step) * step
-
-
-def recordings_bytes(sizes: ModelSizes, formats: Formats, step: StepSizes) -> tuple[int, int]:
-    """Bytes of the layers' recordings: buffers of all layer inputs and gradients, and the pool they compute in."""
-    n = padded_tokens(step.micro_rows * step.row_tokens)
-    gradients = trained_weights(sizes, formats)
-    buffers = (sizes.layers + 2) * n * sizes.hidden * formats.width + 4 * gradients
-    return buffers, backward_of_layer(sizes, formats, n) + formats.width * gradients + formats.workspace
 
 
 def _lora_inputs(sizes: ModelSizes, formats: Formats, n: int) -> int:

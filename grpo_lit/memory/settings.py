@@ -51,19 +51,9 @@ def formats_of(module: GRPOModule, *, on_cuda: bool = True, model_type: str = "l
         fused=bool(fused),
         chunk_tokens=policy.mlp_tile_tokens or 2048,
         engine=engine_of(module, on_cuda),  # type: ignore[arg-type]
-        recorded=_recorded(module, bool(fused), checkpointed),
         scores=loss.needs_reference or loss.token_rule != "none",
         workspace=workspace_bytes() if on_cuda else 0,
     )
-
-
-def _recorded(module: GRPOModule, fused: bool, checkpointed: int | None) -> bool:
-    """Whether layers are recorded: by what the last passes did, or because it is asked for and possible."""
-    policy, live = module.policy_config, module.policy
-    if live is not None and live.fused is not None and live.fused.graphs is not None:
-        return live.fused.graphs.recorded
-    possible = fused and policy.gradient_checkpointing is not False and checkpointed is None
-    return possible and bool(policy.layer_graphs) and policy.dtype != "fp32" and not policy.activation_offload
 
 
 def engine_of(module: GRPOModule, on_cuda: bool) -> str:

@@ -14,7 +14,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, Qwen2Confi
 
 from grpo_lit.bench.shapes import SHAPES
 from grpo_lit.lora import LoRAConfig
-from grpo_lit.memory.fit import _largest, fits, largest_micro_batch, longest_completion, peak, recorded_where_free
+from grpo_lit.memory.fit import _largest, fits, largest_micro_batch, longest_completion, peak
 from grpo_lit.memory.measure import tensor_ledger
 from grpo_lit.memory.plan import (
     GIB,
@@ -198,27 +198,3 @@ def test_largest_sizes_fit_and_one_more_does_not() -> None:
 
 def test_the_search_finds_every_limit() -> None:
     assert [_largest(100, lambda n, last=last: n <= last) for last in range(102)] == [*range(101), 100]  # type: ignore[misc]
-
-
-def test_recorded_layers_take_their_buffers_while_passes_last() -> None:
-    sizes = ModelSizes.of(R1_SHAPE)
-    step = StepSizes(128, 768, 16, 4, 4, 4)
-    plain, recorded = plan_step(sizes, QLORA, step), plan_step(sizes, replace(QLORA, recorded=True), step)
-    assert recorded["rollout"].kinds == plain["rollout"].kinds, "given back before a rollout"
-    gradients = 4 * trained_weights(sizes, QLORA)
-    assert recorded["train"].kinds["recordings"] == 30 * 3584 * 1536 * 2 + gradients
-    # the inputs of all layers are in the buffers: two rows and the gradients more than without
-    assert recorded["train"].total - plain["train"].total == 4 * 3584 * 1536 * 2 + gradients
-    pool = recorded["optimizer"].kinds["recordings"] - recorded["train"].kinds["recordings"]
-    assert pool > recorded["train"].kinds["activations"]
-    assert plan_step(sizes, replace(QLORA, recorded=True), replace(step, completion_tokens=769))["train"].total > (
-        recorded["train"].total + 30 * 200 * 1536 * 2
-    ), "padded to the next size"
-
-
-def test_layers_are_recorded_unasked_where_much_is_free() -> None:
-    sizes = ModelSizes.of(R1_SHAPE)
-    assert not recorded_where_free(sizes, QLORA, 8 * GIB).recorded
-    assert recorded_where_free(sizes, QLORA, 24 * GIB).recorded
-    for other in ({"offload": True}, {"checkpointed": 14}, {"width": 4}, {"fused": False}):
-        assert not recorded_where_free(sizes, replace(QLORA, **other), 24 * GIB).recorded
