@@ -1,12 +1,13 @@
-"""The two ways a run can end early, and what each prints.
+"""The ways a run can end early, and what each prints.
 
 A mistake of the user's (`UserError`) ends the command with exit code 2, a fault of the system's
-(`SystemFault`) with exit code 1. Both print one line and no traceback.
+(`SystemFault`) with exit code 1, SIGTERM (`Terminated`) with 143. All print one line and no traceback.
 """
 
 from __future__ import annotations
 
 import argparse
+import difflib
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -41,6 +42,19 @@ class SystemFault(RuntimeError):
     """
 
     exit_code = 1
+
+
+class Terminated(BaseException):
+    """SIGTERM came: raised where the program stands, so that files are closed and child processes end with it.
+
+    Args:
+        message: one line.
+    """
+
+    exit_code = 143
+
+    def __init__(self, message: str = "terminated by SIGTERM") -> None:
+        super().__init__(message)
 
 
 @contextmanager
@@ -87,4 +101,8 @@ class OneLineParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """End the command; ``message`` names the argument."""
+        if (unknown := re.match(r"unrecognized arguments: (--[\w-]+)", message)) is not None:
+            names = [name for action in self._actions for name in action.option_strings]
+            close = difflib.get_close_matches(unknown.group(1), names, n=1, cutoff=0.5)
+            message += f"; did you mean {close[0]}?" if close else ""
         self.exit(2, f"grpo-lit: error: {message}; {self.prog} --help lists what is accepted\n")

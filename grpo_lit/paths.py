@@ -42,6 +42,14 @@ def csv_argument(text: str) -> Path:
         raise argparse.ArgumentTypeError(f"{text!r}: accepted is {error.accepted}") from error
 
 
+def image_argument(text: str) -> Path:
+    """The same for a figure, whose ending says how it is written."""
+    endings = ("png", "svg", "pdf")
+    if text.rpartition(".")[2].lower() not in endings:
+        raise argparse.ArgumentTypeError(f"{text!r}: accepted is a file that ends in .{', .'.join(endings)}")
+    return csv_argument(text)
+
+
 def _file_in(folder: Path) -> Path | None:
     """The first of a path and what is above it that is there, if it is no folder."""
     there = next((part for part in (folder, *folder.parents) if part.exists() or part.is_symlink()), None)

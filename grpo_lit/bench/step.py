@@ -22,52 +22,50 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from grpo_lit.bench.options import BenchParser
 from grpo_lit.bench.shapes import SHAPES, write_model_folder
-from grpo_lit.errors import OneLineParser, UserError
+from grpo_lit.errors import UserError
 from grpo_lit.paths import csv_argument
 
-# rollout engine and further arguments; recorded: with the layers recorded as CUDA graphs for training too
-OURS: dict[str, tuple[str, list[str]]] = {
-    "graph": ("graph", []),
-    "recorded": ("graph", ["--model.policy.layer_graphs=true"]),
-    "hf": ("hf", []),
-    "vllm": ("vllm", []),
-}
+OURS = ("graph", "hf", "vllm")
+"""Our candidates, by rollout engine."""
 PHASES = ("rollout", "reward", "score", "train", "optimizer")
 PACKAGES = ("torch", "transformers", "bitsandbytes", "trl", "peft", "vllm")
 _RESULT = "bench step result: "
 _NOTE = "bench step note: "
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> BenchParser:
     """The command's arguments."""
-    made = OneLineParser(
+    made = BenchParser(
         prog="grpo-lit bench step",
         description=__doc__.splitlines()[0] if __doc__ else None,
         epilog="Further arguments are those of grpo-lit fit, for our candidates.",
     )
-    made.add_argument("--shape", default="1.5b", choices=sorted(SHAPES), help="model of this shape, random weights")
+    option = partial(made.option, without="--task")
+    option("--shape", default="1.5b", choices=sorted(SHAPES), help="model of this shape, random weights")
     made.add_argument("--task", metavar="CONFIG", help="train this configuration as it stands, in place of a shape")
-    made.add_argument(
+    made.option(
         "--candidates",
         nargs="+",
         default=["graph", "trl"] if importlib.util.find_spec("trl") is not None else ["graph"],
-        metavar="NAME",
-        help=f"{' | '.join(OURS)} | trl",
+        among=(*OURS, "trl"),
     )
-    made.add_argument("--prompts", type=int, default=4)
-    made.add_argument("--rows", type=int, default=4, help="completions of each prompt")
-    made.add_argument("--micro-batch", type=int, default=4, help="rows of a micro-batch")
-    made.add_argument("--prompt-tokens", type=int, default=128)
-    made.add_argument("--completion-tokens", type=int, default=768, help="every completion has this length")
-    made.add_argument("--steps", type=int, default=3, help="optimizer steps; the first warms up and is not counted")
-    made.add_argument("--profile", action="store_true", help="also: device time of one more step by kind of kernel")
-    made.add_argument("--timeout", type=float, default=600, help="seconds a candidate may take")
+    option("--prompts", type=int, default=4, least=1)
+    option("--rows", type=int, default=4, least=2, help="completions of each prompt")
+    option("--micro-batch", type=int, default=4, least=1, help="rows of a micro-batch")
+    option("--prompt-tokens", type=int, default=128, least=1)
+    option("--completion-tokens", type=int, default=768, least=1, help="every completion has this length")
+    made.option("--steps", type=int, default=3, least=2, help="optimizer steps; the first warms up, uncounted")
+    text = "also: device time of one more step by kind of kernel"
+    made.option("--profile", action="store_true", without="--cpu", help=text)
+    made.option("--timeout", type=float, default=600, above=0, help="seconds a candidate may take")
     made.add_argument("--csv", type=csv_argument, help="write every row with device, versions and date to this file")
     made.add_argument("--json", action="store_true", help="print the rows as JSON, and nothing else")
     made.add_argument("--cpu", action="store_true", help="on the CPU: shows that it works, measures nothing")
@@ -82,12 +80,6 @@ def main(argv: Sequence[str]) -> int:
         argv: arguments after ``grpo-lit bench step``.
     """
     options, extra = parser().parse_known_args(list(argv))
-    for name in options.candidates:
-        if name not in (*OURS, "trl"):
-            raise UserError("--candidates", name, " | ".join((*OURS, "trl")))
-    for name, least in (("prompts", 1), ("rows", 2), ("micro_batch", 1), ("steps", 2), ("completion_tokens", 1)):
-        if getattr(options, name) < least:
-            raise UserError(f"--{name.replace('_', '-')}", getattr(options, name), f"at least {least}")
     if options.task and "trl" in options.candidates:
         raise UserError("--candidates", "trl", "our candidates: TRL has no --task")
     if options.child:
@@ -116,13 +108,17 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _check_configuration(options: argparse.Namespace, extra: Sequence[str]) -> None:
-    """See here that ``--task`` and the further arguments are accepted: a child's error would be read as a failure.
+    """See here that the lengths, ``--task`` and further arguments are accepted: a child's error would be a failure.
 
     Raises:
         UserError: they are not.
     """
     from grpo_lit.cli.train import build
 
+    longest = SHAPES[options.shape]["max_position_embeddings"] - options.prompt_tokens
+    if not options.task and options.completion_tokens > longest:
+        accepted = f"at most {longest}: the model has {longest + options.prompt_tokens} positions"
+        raise UserError("--completion-tokens", options.completion_tokens, accepted)
     if not options.task and not extra:
         return
     with tempfile.TemporaryDirectory() as scratch:

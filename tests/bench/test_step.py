@@ -61,9 +61,16 @@ def test_trl_is_a_candidate_only_where_it_is_installed() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--candidates", "verl"], "--candidates"),
-        (["--rows", "1"], "--rows"),
+        (["--candidates", "verl"], "--candidates=.*verl.*: accepted is graph \\| "),
+        (["--rows", "1"], "--rows=1: accepted is at least 2"),
+        (["--prompt-tokens", "0"], "--prompt-tokens=0: accepted is at least 1"),
+        (["--timeout", "-1"], "--timeout=-1.0: accepted is above 0"),
+        (["--timeout", "nan"], "--timeout=nan: accepted is above 0"),
         (["--task", "quickstart", "--candidates", "trl"], "--candidates"),
+        (["--task", "quickstart", "--rows", "4"], "--rows=4: accepted is only without --task"),
+        (["--task", "quickstart", "--shape", "tiny"], "--shape='tiny': accepted is only without --task"),
+        (["--cpu", "--profile"], "--profile=True: accepted is only without --cpu"),
+        (["--shape", "tiny", "--prompt-tokens", "4000"], "--completion-tokens=768: accepted is at most 96"),
     ],
 )
 def test_mistakes(arguments: list[str], words: str) -> None:
