@@ -21,6 +21,7 @@ from grpo_lit.live.state import CHANNELS, SCHEMA_VERSION, LiveState
 from grpo_lit.live.trace import Refused, TraceControl, TraceRequest
 
 HOSTS = ["127.0.0.1", "localhost"]
+MAX_BODY_BYTES = 65_536
 _HEADERS = {
     "Cache-Control": "no-store",
     "X-Content-Type-Options": "nosniff",
@@ -63,16 +64,16 @@ def create_app(state: LiveState, trace: TraceControl) -> Starlette:
         del request
         return _json(trace.status())
 
-    async def trace_start(request: Request) -> Response:
+    def trace_start(body: bytes) -> Response:
         try:
-            return _json(trace.start(_trace_request(await request.body())), status=202)
+            return _json(trace.start(_trace_request(body)), status=202)
         except UserError as error:
             return _error(400, str(error))
         except Refused as refused:
             return _error(refused.status, str(refused))
 
-    async def trace_stop(request: Request) -> Response:
-        del request
+    def trace_stop(body: bytes) -> Response:
+        del body
         try:
             return _json(trace.stop(), status=202)
         except Refused as refused:
@@ -89,15 +90,15 @@ def create_app(state: LiveState, trace: TraceControl) -> Starlette:
         Route("/api/status", status),
         *(Route(f"/api/{name}", channel(name)) for name in CHANNELS),
         Route("/api/trace", trace_status),
-        Route("/api/trace/start", _same_origin(trace_start), methods=["POST"]),
-        Route("/api/trace/stop", _same_origin(trace_stop), methods=["POST"]),
+        Route("/api/trace/start", _guarded(trace_start), methods=["POST"]),
+        Route("/api/trace/stop", _guarded(trace_stop), methods=["POST"]),
         Route("/api/trace/file", trace_file),
     ]
     return Starlette(routes=routes, middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=HOSTS)])
 
 
-def _same_origin(endpoint: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
-    """Refuse requests that another site's page makes a browser send."""
+def _guarded(endpoint: Callable[[bytes], Response]) -> Callable[[Request], Awaitable[Response]]:
+    """Refuse requests that another site's page makes a browser send, and bodies of any size; hand the body on."""
 
     async def guarded(request: Request) -> Response:
         origin = request.headers.get("origin")
@@ -105,7 +106,12 @@ def _same_origin(endpoint: Callable[[Request], Awaitable[Response]]) -> Callable
             return _error(403, "requests from other origins are refused")
         if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
             return _error(415, "send Content-Type: application/json")
-        return await endpoint(request)
+        body = bytearray()
+        async for part in request.stream():
+            body += part
+            if len(body) > MAX_BODY_BYTES:
+                return _error(413, f"send at most {MAX_BODY_BYTES} bytes")
+        return endpoint(bytes(body))
 
     return guarded
 

@@ -23,7 +23,7 @@ pytest.importorskip("starlette", reason="needs the extra 'live'")
 from grpo_lit.callbacks.live_page import LivePage
 from grpo_lit.cli.train import build
 from grpo_lit.errors import SystemFault, UserError
-from grpo_lit.live.app import create_app
+from grpo_lit.live.app import MAX_BODY_BYTES, create_app
 from grpo_lit.live.server import LiveServer
 from grpo_lit.live.state import CHANNELS, LiveState
 from grpo_lit.live.trace import SAFE_BYTES, Refused, TraceControl, TraceRequest, trace_events
@@ -154,6 +154,7 @@ def test_only_this_machine_and_this_page_are_served(job: Job) -> None:
         assert ask(job.port, "/api/trace/start", "POST", {}, headers={"Host": host})[0] == 400
     assert ask(job.port, "/api/trace/start", "POST", {}, {"Origin": "http://evil.example"})[0] == 403
     assert ask(job.port, "/api/trace/start", "POST", {}, {"Content-Type": "text/plain"})[0] == 415
+    assert ask(job.port, "/api/trace/stop", "POST", ["x" * MAX_BODY_BYTES])[0] == 413
     assert ask(job.port, "/api/trace/start", headers=own)[0] == 405
     assert ask(job.port, "/api/trace")[1]["state"] in ("idle", "done")
     for path in ("/api/trace/file/../../etc/passwd", "/etc/passwd", "/api/trace/etc", "/docs"):
