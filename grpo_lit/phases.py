@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 Phase = Literal["rollout", "reward", "score", "train", "optimizer", "validate"]
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
+_attempts = itertools.count(1)
 
 
 class PhaseListener:
@@ -104,6 +106,8 @@ class PhaseRecorder:
         largest_load: the load with the most tokens of the last attempt.
         step_started: `time.perf_counter` when the step began.
         attempt_started: `time.perf_counter` of its start.
+        attempt_number: of the last attempt, among all of this process. Ranks come to every attempt alike, so the number
+            is the same on all of them, and no two attempts share one.
         attempting: whether an attempt is running.
     """
 
@@ -116,6 +120,7 @@ class PhaseRecorder:
         self.step_started = 0.0
         self.load = self.largest_load = Load()
         self.attempt_started = 0.0
+        self.attempt_number = 0
         self.attempting = False
 
     @property
@@ -200,7 +205,7 @@ class PhaseRecorder:
         """
         while True:
             self.load = self.largest_load = Load()
-            self.attempt_started = time.perf_counter()
+            self.attempt_started, self.attempt_number = time.perf_counter(), next(_attempts)
             result: T | None = None
             error: Exception | None = None
             self.attempting = True

