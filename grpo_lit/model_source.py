@@ -5,6 +5,8 @@ Resolved without loading any weight, so that a wrong path is reported before the
 
 from __future__ import annotations
 
+import copy
+import functools
 import importlib.util
 import re
 from dataclasses import dataclass
@@ -96,12 +98,23 @@ def load_model_config(source: ModelSource, *, argument: str = "model.policy.path
     if not source.is_local:
         offline_if_unreachable()
     try:
-        with read_once(source.gguf_file):
-            config: PretrainedConfig = AutoConfig.from_pretrained(source.location, **source.kwargs)
+        config: PretrainedConfig
+        if source.gguf_file:
+            state = Path(source.location, source.gguf_file).stat()
+            config = copy.deepcopy(_gguf_config(source.location, source.gguf_file, state.st_mtime_ns, state.st_size))
+        else:
+            config = AutoConfig.from_pretrained(source.location)
     except (OSError, ValueError, KeyError) as error:
         if (fault := unreachable(source, argument, error)) is not None:
             raise fault from error
         raise UserError(argument, source.spec, _ACCEPTED) from error
+    return config
+
+
+@functools.lru_cache(maxsize=4)  # transformers parses the whole vocabulary each time; a start asks three times
+def _gguf_config(location: str, gguf_file: str, changed_ns: int, size: int) -> PretrainedConfig:
+    with read_once(gguf_file):
+        config: PretrainedConfig = AutoConfig.from_pretrained(location, gguf_file=gguf_file)
     return config
 
 

@@ -152,7 +152,12 @@ FAULTS = {
     "validate": [FaultInjector("validate", at=2, event="forward")],
     "two phases": [FaultInjector("rollout", at=30), FaultInjector("train", at=200, times=2)],
 }
-ON_CUDA = {**FAULTS, "rollout": [FaultInjector("rollout", at=30)], "validate": [FaultInjector("validate", at=20)]}
+ON_CUDA = {
+    **FAULTS,
+    "rollout": [FaultInjector("rollout", at=30)],
+    "decode": [FaultInjector("rollout", at=5, event="forward")],  # three prompts in float32, a step, its recording
+    "validate": [FaultInjector("validate", at=20)],
+}
 HALVED = {"rollout": ("rollout_batch_size", 6), "score": ("score_batch_size", 2), "train": ("micro_batch_size", 2)}
 
 

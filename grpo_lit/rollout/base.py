@@ -56,11 +56,6 @@ class SamplingConfig:
         if self.max_completion_length < 1:
             raise UserError(f"{argument}.max_completion_length", self.max_completion_length, "at least 1 token")
 
-    @property
-    def truncates(self) -> bool:
-        """Whether part of the distribution is cut away."""
-        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
-
 
 @dataclass
 class RolloutConfig:
@@ -241,6 +236,36 @@ class RolloutEngine(Protocol):
     def close(self) -> None:
         """Give up everything for good: processes, memory, files."""
         ...
+
+
+def check_lengths(
+    prompts: Sequence[Sequence[int]], counts: Sequence[int], sampling: SamplingConfig, max_positions: int | None
+) -> None:
+    """Refuse what no engine can sample.
+
+    Args:
+        prompts: token ids of each prompt.
+        counts: completions wanted of each; prompts of which none is are not looked at.
+        sampling: for the length of completions.
+        max_positions: of the model, None where there is no limit.
+
+    Raises:
+        UserError: an empty prompt, or a row longer than the model has positions.
+    """
+    lengths = {number: len(prompts[number]) for number, count in enumerate(counts) if count}
+    for number, length in lengths.items():
+        if length < 1:
+            raise UserError(f"prompts[{number}]", [], "at least one token")
+    longest = max(lengths.values(), default=1)
+    room = sampling.max_completion_length if max_positions is None else max_positions + 1 - longest
+    if room < 1:
+        raise UserError("prompts", f"one of {longest} tokens", f"at most {max_positions}: the model's positions")
+    if sampling.max_completion_length > room:
+        raise UserError(
+            "max_completion_length",
+            sampling.max_completion_length,
+            f"at most {room}: a prompt has {longest} tokens and the model {max_positions} positions",
+        )
 
 
 def completion_mask_of(completion_ids: Tensor, eos_token_ids: Sequence[int]) -> tuple[Tensor, Tensor]:

@@ -63,10 +63,7 @@ class DecodeStep:
             state: the slots that run.
             page_table: (S, P) int32, pages of each slot.
         """
-        table = self.spec.embedding
-        hidden = (
-            torch.nn.functional.embedding(state.token, table) if isinstance(table, Tensor) else table.rows(state.token)
-        )
+        hidden: Tensor = self.spec.embedding(state.token)
         if self.spec.position_embedding is not None:
             hidden = hidden + self.spec.position_embedding[state.position.clamp_min(0)]
         for index, layer in enumerate(self.spec.layers):

@@ -16,13 +16,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from grpo_lit.errors import UserError
 from grpo_lit.policy import Policy
-from grpo_lit.rollout.base import Claim, Progress, Rollout, SamplingConfig, left_pad
+from grpo_lit.rollout.base import Claim, Progress, Rollout, SamplingConfig, check_lengths, left_pad
 from grpo_lit.rollout.decode import DecodeStep, rotary_tables
 from grpo_lit.rollout.flight import Flight
 from grpo_lit.rollout.graph_runner import DecodeBuffers, GraphRunner
-from grpo_lit.rollout.hf import eos_token_ids
+from grpo_lit.rollout.hf import eos_token_ids, max_positions
 from grpo_lit.rollout.model_reader import ModelSpec, read_model
 from grpo_lit.rollout.plan import MAX_ROWS, RolloutPlan, free_bytes, plan_rollout
 from grpo_lit.rollout.sampling import uniforms
@@ -89,7 +88,7 @@ class GraphEngine:
         """
         start = time.perf_counter()
         spec = read_model(self.policy)
-        self._check(prompts, counts, sampling, spec)
+        check_lengths(prompts, counts, sampling, max_positions(self.policy))
         try:
             with torch.no_grad(), torch.cuda.device(self.policy.device if self._on_cuda else -1):
                 rollout, num_steps = self._generate(spec, prompts, counts, keys, sampling, progress)
@@ -120,21 +119,6 @@ class GraphEngine:
         """Achieved share of the weight-read limit since the last call, see `RolloutStats.bandwidth_share`."""
         return self.stats.take_metrics()
 
-    def _check(
-        self, prompts: Sequence[Sequence[int]], counts: Sequence[int], sampling: SamplingConfig, spec: ModelSpec
-    ) -> None:
-        lengths = [len(prompt) for prompt, count in zip(prompts, counts, strict=True) if count]
-        if lengths and min(lengths) < 1:
-            raise UserError("prompts", "a prompt of no tokens", "at least one token each")
-        longest = max(lengths, default=1)
-        if spec.max_positions is not None and longest - 1 + sampling.max_completion_length > spec.max_positions:
-            room = spec.max_positions + 1 - longest
-            raise UserError(
-                "max_completion_length",
-                sampling.max_completion_length,
-                f"at most {room}: a prompt has {longest} tokens and the model {spec.max_positions} positions",
-            )
-
     def _generate(
         self,
         spec: ModelSpec,
@@ -150,7 +134,7 @@ class GraphEngine:
             sampling.max_completion_length,
             batch_size=self.batch_size,
             shape=spec.cache,
-            vocab_size=spec.embedding.shape[0],
+            vocab_size=spec.vocab_size,
             budget_bytes=self._budget(),
         )
         buffers, runner = self._prepare(spec, plan, sampling)

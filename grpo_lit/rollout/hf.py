@@ -19,7 +19,15 @@ from transformers import (
 )
 
 from grpo_lit.policy import Policy
-from grpo_lit.rollout.base import Claim, Progress, Rollout, SamplingConfig, completion_mask_of, left_pad
+from grpo_lit.rollout.base import (
+    Claim,
+    Progress,
+    Rollout,
+    SamplingConfig,
+    check_lengths,
+    completion_mask_of,
+    left_pad,
+)
 from grpo_lit.rollout.model_reader import weight_bytes
 from grpo_lit.rollout.sampling import SeededSampler, uniforms
 from grpo_lit.rollout.stats import RolloutStats, copy_bandwidth
@@ -57,7 +65,12 @@ class HFEngine:
         sampling: SamplingConfig,
         progress: Progress | None = None,
     ) -> Rollout:
-        """Sample; see `RolloutEngine.generate`. All tensors of the result lie on the policy's device."""
+        """Sample; see `RolloutEngine.generate`. All tensors of the result lie on the policy's device.
+
+        Raises:
+            UserError: an empty prompt, or a row longer than the model has positions.
+        """
+        check_lengths(prompts, counts, sampling, max_positions(self.policy))
         begin = time.perf_counter()
         if self.policy.device.type == "cuda" and not self.stats.bandwidth:
             self.stats.bandwidth = copy_bandwidth(self.policy.device)
@@ -195,3 +208,9 @@ def eos_token_ids(policy: Policy, tokenizer: PreTrainedTokenizerBase) -> list[in
     """Every token that ends a completion: the tokenizer's EOS and those of the model's generation config."""
     configured = policy.eos_token_ids
     return sorted({int(tokenizer.eos_token_id), *configured})
+
+
+def max_positions(policy: Policy) -> int | None:
+    """Positions that the model has learned; None where they are rotated, which has no end."""
+    config: Any = policy.model.config
+    return None if getattr(config, "rope_parameters", None) else getattr(config, "max_position_embeddings", None)

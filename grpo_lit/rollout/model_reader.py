@@ -20,7 +20,6 @@ from grpo_lit.kernels.decode_linear import LoraUpdate, Part
 from grpo_lit.kernels.gated_activation import ACTIVATIONS
 from grpo_lit.kernels.nf4 import Nf4Weight
 from grpo_lit.lora import LoRALinear
-from grpo_lit.memory.quantized_table import QuantizedTable
 from grpo_lit.policy import Policy
 from grpo_lit.rollout.pages import CacheShape
 
@@ -70,7 +69,8 @@ class ModelSpec:
 
     Attributes:
         layers: blocks from the input up.
-        embedding: (V, H) token embeddings, quantized or not.
+        embedding: the module that makes (..., H) of token ids, called at every step so that its hooks are.
+        vocab_size: V.
         position_embedding: (max positions, H) of GPT-2, else None.
         final_norm: before the output layer.
         head: output layer (V, H), tied or not.
@@ -81,11 +81,11 @@ class ModelSpec:
         num_heads: Hq.
         cache: layers, key-value heads, head size and dtype.
         norm_eps: of q_norm and k_norm.
-        max_positions: positions there are, or None where rotary tables can be made for any.
     """
 
     layers: Sequence[LayerSpec]
-    embedding: Tensor | QuantizedTable
+    embedding: nn.Module
+    vocab_size: int
     position_embedding: Tensor | None
     final_norm: Norm
     head: Part
@@ -96,7 +96,6 @@ class ModelSpec:
     num_heads: int
     cache: CacheShape
     norm_eps: float
-    max_positions: int | None
 
     @property
     def parts(self) -> list[Part]:
@@ -177,7 +176,7 @@ def _read_rotary(policy: Policy) -> ModelSpec:
     return _spec(
         policy,
         layers=layers,
-        embedding=getattr(decoder.embed_tokens, "table", decoder.embed_tokens.weight),
+        embedding=decoder.embed_tokens,
         position_embedding=None,
         final_norm=_norm(decoder.norm),
         activation=config.hidden_act,
@@ -185,7 +184,6 @@ def _read_rotary(policy: Policy) -> ModelSpec:
         num_heads=int(config.num_attention_heads),
         cache=CacheShape(len(layers), int(config.num_key_value_heads), head_dim, decoder.embed_tokens.weight.dtype),
         norm_eps=float(config.rms_norm_eps),
-        max_positions=None,
     )
 
 
@@ -215,7 +213,7 @@ def _read_gpt2(policy: Policy) -> ModelSpec:
     return _spec(
         policy,
         layers=layers,
-        embedding=decoder.wte.weight,
+        embedding=decoder.wte,
         position_embedding=decoder.wpe.weight,
         final_norm=_norm(decoder.ln_f),
         activation=config.activation_function,
@@ -223,7 +221,6 @@ def _read_gpt2(policy: Policy) -> ModelSpec:
         num_heads=heads,
         cache=CacheShape(len(layers), heads, int(config.n_embd) // heads, decoder.wte.weight.dtype),
         norm_eps=float(config.layer_norm_epsilon),
-        max_positions=int(decoder.wpe.weight.shape[0]),
     )
 
 
@@ -232,12 +229,10 @@ def _spec(policy: Policy, **fields: Any) -> ModelSpec:
     table = getattr(head.layer, "table", None)
     if table is not None and table.kind != "nf4":
         raise UnsupportedModel(f"an output layer in {table.kind}")
+    weight = head.weight.detach() if table is None else table.nf4()
     return ModelSpec(
-        head=Part(
-            head.weight.detach() if table is None else table.nf4(),
-            None if head.bias is None else head.bias.detach(),
-            None,
-        ),
+        head=Part(weight, None if head.bias is None else head.bias.detach(), None),
+        vocab_size=len(head.weight) if table is None else table.shape[0],
         logit_scale=head.logit_scale,
         softcap=head.softcap,
         **fields,

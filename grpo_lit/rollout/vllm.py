@@ -30,7 +30,7 @@ from grpo_lit.errors import SystemFault, UserError
 from grpo_lit.lora import lora_layers, read_adapter_config
 from grpo_lit.policy import Policy
 from grpo_lit.prompts import PromptEncoder
-from grpo_lit.rollout.base import Progress, Rollout, RolloutConfig, SamplingConfig, left_pad
+from grpo_lit.rollout.base import Progress, Rollout, RolloutConfig, SamplingConfig, check_lengths, left_pad
 from grpo_lit.rollout.hf import eos_token_ids
 from grpo_lit.rollout.stops import AnswerStop
 from grpo_lit.rollout.vllm_adapter import AdapterFolders
@@ -111,8 +111,10 @@ class VLLMEngine:
         """Sample; see `RolloutEngine.generate`. All tensors of the result lie on the policy's device.
 
         Raises:
+            UserError: an empty prompt, or a row longer than vLLM was started for.
             SystemFault: vLLM failed, or samples with other weights than the policy's.
         """
+        check_lengths(prompts, counts, sampling, None)  # how long a row may be is the backend's to say
         groups = [group for group, count in enumerate(counts) for _ in range(count)]
         rows: list[Sampled | None] = [None] * len(groups)
         num_tokens = 0

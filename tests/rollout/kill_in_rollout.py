@@ -1,15 +1,15 @@
-"""Runs grpo-lit commands that die by SIGKILL in the middle of a rollout: `python kill_in_rollout.py fork|spawn`.
+"""Runs commands that are killed or interrupted in the middle of a rollout: `python kill_in_rollout.py fork|spawn`.
 
-Reads one JSON line for each command from standard input: {"arguments": [...], "rollout": n, "tokens": t}; the process
-kills itself in its n-th rollout, counted from 1, once t tokens are sampled (n = 0: never). Writes the exit status.
-With fork all commands share one import of the libraries; CUDA wants processes of their own.
+Reads one JSON line for each command from standard input: {"arguments": [...], "rollout": n, "signals": [9]}; the
+process sends itself the signals in its n-th rollout, counted from 1 (n = 0: never), at the second look that finds ended
+rows: then some wait and some are in flight, whatever is sampled, if less than half of all are in flight at once. Writes
+the exit status. With fork all commands share one import of the libraries; CUDA wants processes of their own.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from typing import Any
@@ -25,24 +25,29 @@ def odd_digits(prompts: list[str], completions: list[str], **columns: Any) -> li
     return [sum(character in "13579aeiou" for character in text) / max(len(text), 1) for text in completions]
 
 
-def run(arguments: list[str], rollout: int, tokens: int) -> int:
+def run(arguments: list[str], rollout: int, signals: list[int]) -> int:
     """The command itself, with an end of its own."""
     os.environ["GRPO_LIT_TRACEBACK"] = "1"
-    started = 0
+    started = looks = 0
     plain = GraphEngine.generate
 
     def generate(self: GraphEngine, prompts: Any, counts: Any, keys: Any, sampling: Any, progress: Any = None) -> Any:
         nonlocal started
         started += 1
 
-        def die(rows_done: int, num_tokens: int) -> None:
-            if started == rollout and num_tokens >= tokens:
-                assert rows_done < sum(counts), "the rollout is over already"
-                os.kill(os.getpid(), signal.SIGKILL)
+        def signal_myself(rows_done: int, num_tokens: int) -> None:
+            nonlocal looks
+            if started == rollout and rows_done:
+                looks += 1
+                if looks == 2:
+                    assert rows_done < sum(counts), "the rollout is over already"
+                    print(f"{signals} after {rows_done} rows and {num_tokens} tokens", file=sys.stderr, flush=True)
+                    for number in signals:
+                        os.kill(os.getpid(), number)
             if progress is not None:
                 progress(rows_done, num_tokens)
 
-        return plain(self, prompts, counts, keys, sampling, die)
+        return plain(self, prompts, counts, keys, sampling, signal_myself)
 
     GraphEngine.generate = generate  # type: ignore[method-assign]
     return main(arguments)

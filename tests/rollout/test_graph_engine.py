@@ -321,11 +321,20 @@ def test_what_it_cannot_run_falls_back_to_hf_with_a_reason(
     assert build_engine(RolloutConfig(engine="auto"), policy, PromptEncoder(tokenizer)).name == "hf"
 
 
-def test_rows_longer_than_learned_positions_are_refused(tiny_gpt2: Path) -> None:
-    policy, tokenizer = load(tiny_gpt2)
-    engine = GraphEngine(policy, tokenizer)
-    with pytest.raises(UserError, match="max_completion_length=62.*at most 61"):
-        engine.generate([[3] * 4], [1], KEYS[:1], SamplingConfig(max_completion_length=62))
-    engine.generate([[3] * 4], [1], KEYS[:1], SamplingConfig(max_completion_length=61))
-    with pytest.raises(UserError, match="prompts"):
-        engine.generate([[]], [1], KEYS[:1], SamplingConfig(max_completion_length=4))
+@pytest.mark.parametrize("kind", [HFEngine, GraphEngine])
+def test_what_cannot_be_sampled_is_refused(kind: Any, tiny_gpt2: Path, tiny_llama: Path) -> None:
+    engine = kind(*load(tiny_gpt2))
+    for prompts, length, message in (
+        ([[3] * 4], 62, "max_completion_length=62: accepted is at most 61: .* 4 tokens and the model 64 positions"),
+        ([[3] * 65], 1, "prompts='one of 65 tokens': accepted is at most 64"),
+        ([[3], []], 4, r"prompts\[1\]=\[\]: accepted is at least one token"),
+    ):
+        with pytest.raises(UserError, match=message):
+            engine.generate(
+                prompts, [1] * len(prompts), KEYS[: len(prompts)], SamplingConfig(0.0, max_completion_length=length)
+            )
+    longest = engine.generate([[3] * 4, []], [1, 0], KEYS[:1], SamplingConfig(max_completion_length=61))
+    assert longest.num_rows == 1
+    rotary = kind(*load(tiny_llama))
+    positions = rotary.policy.model.config.max_position_embeddings
+    assert rotary.generate([[3] * positions], [1], KEYS[:1], SamplingConfig(max_completion_length=2)).num_rows == 1

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 
 from grpo_lit.callbacks.progress import StepProgress
 from grpo_lit.datamodules import MathDataModule
@@ -17,7 +16,7 @@ from grpo_lit.lora import LoRAConfig
 from grpo_lit.module import GRPOModule, ValidationConfig
 from grpo_lit.policy import PolicyConfig
 from grpo_lit.rollout import RolloutConfig, SamplingConfig
-from grpo_lit.rollout.graph import GraphEngine
+from grpo_lit.testing import FaultInjector
 
 
 class Watch(StepProgress):
@@ -47,7 +46,7 @@ class Watch(StepProgress):
         self.held.append(getattr(pl_module.engine, "_held", None) is not None)
 
 
-def fit(model: Path, root: Path, rollout: RolloutConfig) -> tuple[GRPOModule, Watch]:
+def fit(model: Path, root: Path, rollout: RolloutConfig, *callbacks: Callback) -> tuple[GRPOModule, Watch]:
     seed_everything(7)
     (root / "user_rewards.py").write_text(
         "def digits(prompts, completions, **columns):\n"
@@ -72,7 +71,7 @@ def fit(model: Path, root: Path, rollout: RolloutConfig) -> tuple[GRPOModule, Wa
         logger=False,
         enable_checkpointing=False,
         enable_model_summary=False,
-        callbacks=[watch],
+        callbacks=[watch, *callbacks],
         default_root_dir=root,
     )
     trainer.fit(module, data)
@@ -113,26 +112,12 @@ def test_training_is_that_with_hf(
 
 
 def test_out_of_memory_in_the_middle_of_a_rollout_is_replayed_with_the_same_rows(
-    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_llama: Path, tmp_path: Path
 ) -> None:
     calm, undisturbed = fit(tiny_llama, tmp_path, config("graph"))
-    calls: list[Sequence[int]] = []
-    plain = GraphEngine.generate
-
-    def fail_once(self: GraphEngine, prompts: Any, counts: Any, keys: Any, sampling: Any, progress: Any = None) -> Any:
-        calls.append(counts)
-        if len(calls) != 2:  # the first is validation or the first rollout
-            return plain(self, prompts, counts, keys, sampling, progress)
-
-        def full(rows_done: int, num_tokens: int) -> None:
-            if num_tokens > 20:
-                raise torch.OutOfMemoryError("CUDA out of memory. (injected)")
-
-        return plain(self, prompts, counts, keys, sampling, full)
-
-    monkeypatch.setattr(GraphEngine, "generate", fail_once)
-    module, watch = fit(tiny_llama, tmp_path, config("graph"))
-    assert watch.num_retries == 1
+    fault = FaultInjector("rollout", at=5, event="forward", rollout_step=1)  # prompts are one forward, then tokens
+    module, watch = fit(tiny_llama, tmp_path, config("graph"), fault)
+    assert fault.raised == watch.num_retries == 1
     assert module.engine.batch_size == 2
     assert watch.completions == undisturbed.completions
     assert_equal_training(calm, module)

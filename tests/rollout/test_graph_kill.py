@@ -1,11 +1,13 @@
-"""Killed inside a rollout of the graph engine, twice, and resumed: every row there once, the same to the last bit."""
+"""Killed or interrupted inside a rollout of the graph engine and resumed: every row once, the same to the last bit."""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -51,47 +53,57 @@ def arguments(model: Path | str, root: Path, device: str, length: int) -> list[s
     ]
 
 
-def run_all(requests: list[dict[str, Any]], mode: str, cwd: Path) -> tuple[list[int], str]:
-    """Exit status of each command, and what they said."""
-    done = subprocess.run(
-        [sys.executable, str(WORKER), mode],
-        input="".join(json.dumps(request) + "\n" for request in requests),
-        cwd=cwd,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=270,
-        check=False,
-    )
-    return [int(status) for status in done.stdout.split()], done.stderr[-6000:]
+def run_all(requests: list[dict[str, Any]], mode: str, said: Path) -> list[int]:
+    """Exit status of each command; what they say goes to a file."""
+    with said.open("w") as file:
+        done = subprocess.run(
+            [sys.executable, str(WORKER), mode],
+            input="".join(json.dumps(request) + "\n" for request in requests),
+            cwd=said.parent,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+            stdout=subprocess.PIPE,
+            stderr=file,
+            text=True,
+            timeout=270,
+            check=False,
+        )
+    return [int(status) for status in done.stdout.split()]
 
 
-def killed_twice_and_resumed(model: Path | str, folder: Path, device: str, length: int) -> tuple[Path, Path]:
-    """Run folders of a fit killed in its second and third rollout, and of one that was not."""
-    whole, killed = folder / "whole", folder / "killed"
-    plan = [(whole, 0, False), (killed, 2, False), (killed, 2, True), (killed, 0, True)]
-    requests = [
-        {
-            "arguments": [*arguments(model, root, device, length), *(["--ckpt_path=last"] if resume else [])],
-            "rollout": rollout,
-            "tokens": 20 * length // 2,
-        }
-        for root, rollout, resume in plan
-    ]
-    chains = [requests] if device == "cpu" else [requests[:1], requests[1:]]  # side by side where a start takes long
+def broken_off_and_resumed(
+    model: Path | str, folder: Path, device: str, length: int, ends: Sequence[tuple[int, list[int], int]]
+) -> tuple[Path, Path]:
+    """Run folders of a fit that was broken off and resumed, and of one that was not.
+
+    Args:
+        model: what is trained.
+        folder: where.
+        device: cpu or gpu.
+        length: of completions, tokens.
+        ends: for each command its rollout that is broken off, the signals and the exit status to expect.
+    """
+    whole, broken = folder / "whole", folder / "broken"
+    requests = [{"arguments": arguments(model, whole, device, length), "rollout": 0, "signals": []}]
+    for number, (rollout, signals, _) in enumerate([*ends, (0, [], 0)]):
+        command = arguments(model, broken, device, length) + ["--ckpt_path=last"] * (number > 0)
+        requests.append({"arguments": command, "rollout": rollout, "signals": signals})
+    # one after the other in one process, or side by side where a start takes long
+    mode, chains = ("fork", [requests]) if device == "cpu" else ("spawn", [requests[:1], requests[1:]])
+    said = [folder / f"said_{number}.txt" for number in range(len(chains))]
     with ThreadPoolExecutor() as pool:
-        ends = list(pool.map(lambda chain: run_all(chain, "fork" if device == "cpu" else "spawn", folder), chains))
-    assert sum((status for status, _ in ends), []) == [0, -9, -9, 0], "".join(said for _, said in ends)
-    return whole, killed
+        statuses = sum(pool.map(run_all, chains, [mode] * len(chains), said), [])
+    expected = [0, *(status for *_, status in ends), 0]
+    assert statuses == expected, f"{statuses}, not {expected}\n" + "".join(file.read_text()[-6000:] for file in said)
+    return whole, broken
 
 
-def assert_same_run(whole: Path, killed: Path) -> None:
+def assert_same_run(whole: Path, broken: Path) -> None:
     names = [f"step_{step:06d}.jsonl" for step in range(1, STEPS + 1)]
-    for root in (whole, killed):
+    for root in (whole, broken):
         assert sorted(file.name for file in (root / "completions").iterdir()) == names
     served = []
     for name in names:
-        text = (killed / "completions" / name).read_text()
+        text = (broken / "completions" / name).read_text()
         assert text == (whole / "completions" / name).read_text(), name
         rows = [json.loads(line) for line in text.splitlines()]
         assert len(rows) == 20
@@ -99,23 +111,28 @@ def assert_same_run(whole: Path, killed: Path) -> None:
     assert len(served) == 5 * STEPS
     mine, theirs = (
         [without_timings(json.loads(line)) for line in (root / "metrics.jsonl").read_text().splitlines()]
-        for root in (killed, whole)
+        for root in (broken, whole)
     )
     assert mine == theirs
     assert [line["step"] for line in mine] == list(range(1, STEPS + 1))
     assert len({line["train/grad_norm"] for line in mine}) == STEPS, "every step trains"
-    assert not (killed / "metrics.repeated.jsonl").exists()
+    assert not (broken / "metrics.repeated.jsonl").exists()
     mine, theirs = (
-        torch.load(root / "checkpoints/last.ckpt", weights_only=True)["state_dict"] for root in (killed, whole)
+        torch.load(root / "checkpoints/last.ckpt", weights_only=True)["state_dict"] for root in (broken, whole)
     )
     for name, value in theirs.items():
         assert torch.equal(mine[name], value), name
 
 
 def test_resumes_with_the_same_rows(tiny_llama: Path, tmp_path: Path) -> None:
-    assert_same_run(*killed_twice_and_resumed(tiny_llama, tmp_path, "cpu", 6))
+    """SIGTERM finishes the first step, two of Ctrl-C lose the second, and so does a kill; another one in the third."""
+    interrupted = [(1, [signal.SIGTERM], 0), (1, [signal.SIGINT, signal.SIGINT], 130)]
+    ends = [*interrupted, (1, [signal.SIGKILL], -signal.SIGKILL), (2, [signal.SIGKILL], -signal.SIGKILL)]
+    assert_same_run(*broken_off_and_resumed(tiny_llama, tmp_path, "cpu", 6, ends))
 
 
 @pytest.mark.gpu
 def test_resumes_with_the_same_rows_on_the_gpu(smollm2: str, tmp_path: Path) -> None:
-    assert_same_run(*killed_twice_and_resumed(smollm2, tmp_path, "gpu", 16))
+    """Killed in the second rollout and in the third."""
+    killed = (2, [signal.SIGKILL], -signal.SIGKILL)
+    assert_same_run(*broken_off_and_resumed(smollm2, tmp_path, "gpu", 16, [killed, killed]))

@@ -173,6 +173,11 @@ def test_adapter_is_handed_over_after_each_change_and_only_then(pair: Pair) -> N
     assert folder.name == pair.twin.loaded[0].name
 
 
+def test_an_empty_prompt_is_refused(pair: Pair) -> None:
+    with pytest.raises(UserError, match=r"prompts\[1\]"):
+        pair.engine.generate([[3], []], [1, 1], KEYS[:2], SAMPLING)
+
+
 def test_no_row_no_hand_over(pair: Pair) -> None:
     empty = pair.engine.generate(PROMPTS, [0, 0, 0], KEYS[:0], SAMPLING)
     assert empty.num_rows == 0
