@@ -243,8 +243,21 @@ def logit_bytes(sizes: ModelSizes, formats: Formats, m: int) -> int:
 
 
 def _train(sizes: ModelSizes, formats: Formats, step: StepSizes) -> Ledger:
-    """The larger of two moments: the output layer's, and a layer's backward, while all layer inputs wait."""
+    """The peak of micro-batches of all lengths up to the longest.
+
+    A longer one can take less: cut into one more chunk, or into tiles, its parts are smaller.
+    """
     n, m = step.micro_rows * step.row_tokens, step.micro_rows * step.completion_tokens
+    if formats.fused:
+        widest = n // formats.chunk_tokens * formats.chunk_tokens or n  # the longest whose chunks are all full
+    else:
+        widest = n if formats.mlp_tile is None else min(n, formats.mlp_tile)
+    ledgers = [_micro_batch(sizes, formats, n - less, max(m - less, 0)) for less in (0, n - widest)]
+    return max(ledgers, key=lambda ledger: sum(ledger.values()))
+
+
+def _micro_batch(sizes: ModelSizes, formats: Formats, n: int, m: int) -> Ledger:
+    """The larger of two moments: the output layer's, and a layer's backward, while all layer inputs wait."""
     hidden = n * sizes.hidden * formats.width
     recomputed = sizes.layers if formats.checkpointed is None else formats.checkpointed
     # with offload the one in use and the next are on the device

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -194,6 +195,32 @@ def test_largest_sizes_fit_and_one_more_does_not() -> None:
     assert not fits(sizes, QLORA, replace(step, completion_tokens=8192, micro_rows=rows + 1), budget)
     assert longest_completion(sizes, QLORA, step, 1 * GIB) == 0
     assert peak(sizes, QLORA, step).total < 2.3 * GIB + 32 * MIB
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        QLORA,
+        replace(QLORA, offload=True),
+        replace(QLORA, checkpointed=14),
+        replace(QLORA, fused=False, mlp_tile=512, checkpointed=14),
+    ],
+)
+def test_longer_completions_never_take_less(own: Formats) -> None:
+    """Chunks of the feed-forward part are equal, so that one token more can make each of them smaller."""
+    sizes, step = ModelSizes.of(R1_SHAPE), StepSizes(1, 1, 1, 1, 1, 1)
+    tokens = sorted([1, 2, 510, 511, 512, 513, *range(1900, 2200, 17), 2047, 2048, 3000, 4095, 4096, 4097, 8191, 8192])
+    peaks = [plan_step(sizes, own, step.with_completions(t))["train"].total for t in tokens]
+    assert all(before <= after for before, after in pairwise(peaks))
+    assert peaks[0] < 0.9 * peaks[-1]
+
+
+def test_the_longest_completion_is_longer_than_none_that_does_not_fit() -> None:
+    sizes, step = ModelSizes.of(R1_SHAPE), StepSizes(512, 1, 1, 1, 1, 1)
+    for budget in range(2100 * MIB, 2170 * MIB, 20 * MIB):  # around the peak at 512 + 1536 tokens
+        longest = longest_completion(sizes, QLORA, step, budget, 4096)
+        assert 1000 < longest < 3000
+        assert all(fits(sizes, QLORA, step.with_completions(t), budget) == (t <= longest) for t in range(1, 3584, 53))
 
 
 def test_the_search_finds_every_limit() -> None:
