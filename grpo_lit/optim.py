@@ -96,9 +96,3 @@ def _is_adam(optimizer: Optimizer) -> bool:
         return True
     kind = type(optimizer)
     return kind.__module__.startswith("bitsandbytes.") and "Adam" in kind.__name__
-
-
-def optimizer_bytes(optimizer: Optimizer) -> int:
-    """Bytes of an optimizer's state tensors, wherever they are."""
-    states = (value for state in optimizer.state.values() for value in state.values())
-    return sum(value.nbytes for value in states if isinstance(value, torch.Tensor))

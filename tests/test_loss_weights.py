@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from grpo_lit.errors import UserError
-from grpo_lit.loss import drop_rows, length_penalty, soft_overlong_penalty, token_weights
+from grpo_lit.loss import length_penalty, soft_overlong_penalty, token_weights
 
 # lengths 3, 1, 0, 2
 MASK = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0], [0, 0, 0, 0], [0, 1, 1, 0]], dtype=torch.bool)
@@ -116,8 +116,8 @@ def test_mask_and_groups_must_match() -> None:
         token_weights(MASK, IDS[:2])
 
 
-def test_drop_rows_takes_them_out_of_the_denominator() -> None:
-    mask = drop_rows(MASK, torch.tensor([True, False, False, False]))
+def test_a_row_that_counts_nowhere_is_out_of_the_denominator() -> None:
+    mask = MASK & torch.tensor([False, True, True, True])[:, None]
     assert mask.sum(dim=1).tolist() == [0, 1, 0, 2]
     assert token_weights(mask, IDS).max(dim=1).values.tolist() == pytest.approx([0, 1 / 2, 0, 1 / 4])
 

@@ -60,11 +60,6 @@ class FilterResult:
     removed: dict[str, list[tuple[int, str]]] = field(default_factory=dict)
     """Rule -> (row number, details)."""
 
-    @property
-    def num_removed(self) -> int:
-        """Rows that went."""
-        return sum(map(len, self.removed.values()))
-
 
 def filter_rows(
     raw: Sequence[Row],

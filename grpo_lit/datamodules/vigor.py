@@ -160,10 +160,6 @@ class VigorAllocator:
             f"{self.initial_count * self.rounds} each: {budget / self.num_prompts:.2f} a prompt"
         )
 
-    def uniform_twin(self) -> UniformAllocator:
-        """The uniform allocation of the same budget, for a fair comparison."""
-        return UniformAllocator(self.num_prompts, self.budget())
-
     def state_dict(self) -> dict[str, Any]:
         """Everything that `load_state_dict` needs to go on in the middle of a rollout."""
         return {

@@ -29,7 +29,7 @@ from grpo_lit.loss.objectives import (
     vespo_objective,
     vespo_weights,
 )
-from grpo_lit.loss.shaping import drop_rows, length_penalty, soft_overlong_penalty
+from grpo_lit.loss.shaping import length_penalty, soft_overlong_penalty
 from grpo_lit.loss.tokens import TokenSelection, select_tokens, token_covariance
 from grpo_lit.loss.weights import token_weights
 
@@ -42,7 +42,6 @@ __all__ = [
     "cispo_objective",
     "clip_masks",
     "clip_objective",
-    "drop_rows",
     "gmpo_log_ratio",
     "group_advantages",
     "grpo_loss",

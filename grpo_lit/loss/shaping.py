@@ -1,8 +1,7 @@
-"""Rewards that depend on length, and rows taken out of the loss, all applied before the advantages."""
+"""Rewards that depend on length, applied before the advantages."""
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from grpo_lit.errors import UserError
@@ -45,16 +44,3 @@ def length_penalty(rewards: Tensor, lengths: Tensor, coef: float) -> Tensor:
     if not 0 <= coef < float("inf"):
         raise UserError("model.length_penalty", coef, "a finite number >= 0")
     return rewards - coef * lengths.to(rewards.dtype)
-
-
-def drop_rows(completion_mask: Tensor, dropped: Tensor) -> Tensor:
-    """The mask with whole rows taken out, such as truncated ones (DAPO's overlong filtering, 2503.14476).
-
-    `token_weights` of the result leaves the rows out of numerator and denominator. Set their rewards to NaN
-    as well to keep them out of their group's mean.
-
-    Args:
-        completion_mask: (N, T) bool.
-        dropped: (N,) bool.
-    """
-    return completion_mask & ~dropped.to(torch.bool)[:, None]

@@ -214,8 +214,8 @@ def test_state_goes_on_in_the_middle() -> None:
         VigorAllocator(4).load_state_dict(first.state_dict())
 
 
-def test_uniform_twin_has_the_same_budget() -> None:
-    twin = VigorAllocator(8).uniform_twin()
+def test_uniform_allocation_of_vigors_budget() -> None:
+    twin = UniformAllocator(8, VigorAllocator(8).budget())
     counts = twin.next_counts()
     assert counts is not None
     assert counts.tolist() == [8] * 8
@@ -226,8 +226,8 @@ def test_uniform_twin_has_the_same_budget() -> None:
     assert twin.totals().tolist() == [8] * 8
 
 
-def test_uniform_twin_of_an_uneven_budget() -> None:
-    twin = VigorAllocator(12).uniform_twin()
+def test_uniform_allocation_of_an_uneven_budget() -> None:
+    twin = UniformAllocator(12, VigorAllocator(12).budget())
     counts = twin.next_counts()
     assert counts is not None
     assert counts.tolist() == [9] * 8 + [8] * 4
