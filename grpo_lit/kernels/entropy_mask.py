@@ -4,9 +4,10 @@
 counted tokens on all ranks, the threshold is the ceil(rho n)-th largest entropy and every token at or above
 it is kept, so ties at the threshold stay in together: a batch whose entropies are all equal keeps everything.
 
-The threshold is exact without gathering entropies. The bits of non-negative float32 numbers sort like the
-numbers, so the threshold's bits are found a byte at a time: a histogram of 256 counts, summed over ranks,
-says which byte it has next. Four short all-reduces whatever the batch, nothing read back to the host.
+The threshold is exact. On one rank it is read off the sorted entropies. Over several, entropies are not gathered: the
+bits of non-negative float32 numbers sort like the numbers, so the threshold's bits are found eight at a time, each time
+from how many entropies, summed over ranks, are at or above each of 256 candidates. Four short all-reduces whatever the
+batch. Nothing is read back to the host.
 
 There is one implementation, in torch: 12,288 tokens are 48 KB, and nothing here is worth a kernel.
 """
@@ -57,46 +58,40 @@ def entropy_mask(
     mask = completion_mask.bool()
     if keep == 1:
         return mask.clone()
-    # -0.0 and the tiny negatives of rounding count as 0, a NaN as certain
-    values = entropy.detach().float().nan_to_num(0.0).clamp(min=0.0) + 0.0
-    keys = values.view(torch.int32)
-    kept = mask & (keys >= _threshold(keys, mask, keep, all_reduce))
+    # -0.0, the tiny negatives of rounding and NaN count as 0; tokens that don't count sort below that
+    values = torch.where(entropy > 0, entropy.detach().float(), 0.0).masked_fill(~mask, -1.0)
+    kept = mask & (values >= _threshold(values, keep, all_reduce))
     best_count = min(min_tokens, entropy.shape[1])
     if best_count:
-        best = values.masked_fill(~mask, -1.0).topk(best_count, dim=1).indices
+        best = values.topk(best_count, dim=1).indices
         own = torch.zeros_like(mask).scatter_(1, best, True) & mask
         kept = torch.where(kept.sum(1, keepdim=True) < min_tokens, own, kept)
     return kept
 
 
-def _threshold(keys: Tensor, mask: Tensor, keep: float, all_reduce: Callable[[Tensor], object] | None) -> Tensor:
-    """The ceil(keep n)-th largest of the n masked keys over all ranks; above all keys if n = 0."""
-    live, keys = mask.flatten(), keys.flatten()
-    prefix = torch.zeros((), dtype=torch.int32, device=keys.device)
-    rank = None  # how many keys from the top, among those that share the prefix
-    for shift in (24, 16, 8, 0):
-        digit = (keys >> shift) & 255
-        counts = _histogram(digit, live)
-        if all_reduce is not None:
-            all_reduce(counts)
-        from_top = counts.flip(0).cumsum(0)  # (256,) keys with digit 255, with 254 or more, ...
+def _threshold(values: Tensor, keep: float, all_reduce: Callable[[Tensor], object] | None) -> Tensor:
+    """The ceil(keep n)-th largest of the n values from 0 up over all ranks, float32; any number if n = 0."""
+    ordered = values.flatten().sort().values
+    if all_reduce is None:
+        place = len(ordered) - _rank((ordered >= 0).sum(), keep)
+        return ordered.gather(0, place[None]) if len(ordered) else values.new_zeros(1)
+    keys = ordered.view(torch.int32)  # in the same order: the sign is the highest bit
+    steps = torch.arange(256, dtype=torch.int32, device=keys.device)
+    found, rank = torch.zeros(1, dtype=torch.int32, device=keys.device), None
+    for shift in (23, 15, 7, 0):  # 31 bits in all; the last digit's 256 candidates go beyond what is left, and above it
+        candidates = found + (steps << shift)
+        counts = len(keys) - torch.searchsorted(keys, candidates)  # at or above each; falling
+        all_reduce(counts)
         if rank is None:
-            rank = (from_top[-1].double() * keep - 1e-9).ceil().long().clamp(min=1)
-        above = (from_top < rank).sum()  # digits wholly above the threshold; 256 in an empty batch
-        rank = rank - torch.where(above > 0, from_top[(above - 1).clamp(min=0)], 0)
-        chosen = 255 - above
-        prefix = prefix | (chosen.clamp(min=0) << shift).int()
-        live = live & (digit == chosen)
-    return torch.where(from_top[-1] == 0, torch.full_like(prefix, 2**31 - 1), prefix)
+            rank = _rank(counts[0], keep)
+        digit = (counts >= rank).sum().sub(1).clamp(min=0)  # the largest that enough entropies reach
+        found = candidates.gather(0, digit[None])
+    return found.view(torch.float32)
 
 
-def _histogram(digit: Tensor, live: Tensor) -> Tensor:
-    """(256,) int64, how many live digits there are of each."""
-    if digit.is_cuda and len(digit) <= 1 << 17:
-        # most digits are the same few, and additions to one address wait for each other
-        return ((digit[:, None] == torch.arange(256, device=digit.device)) & live[:, None]).sum(0)
-    counts = torch.zeros(256, dtype=torch.int64, device=digit.device)
-    return counts.scatter_add_(0, digit.long(), live.long())
+def _rank(count: Tensor, keep: float) -> Tensor:
+    """How many of ``count`` tokens to keep, one at least; a round share's count is not one too many by rounding."""
+    return (count.double() * keep - 1e-9).ceil().long().clamp(min=1)
 
 
 def keep_row_weight(weights: Tensor, kept: Tensor) -> Tensor:

@@ -259,7 +259,7 @@ def check_linear(rows, width, columns, dtype, *, packed, bias, rank, activation=
     }
     true = true_linear(x, weights, biases, loras, **added)
     # once more where K is split over programs: the arrival counters are back at 0, and the order of sums is fixed
-    twice = DEVICE == "cuda" or (width > 1000 and packed is not False)
+    twice = DEVICE == "cuda" or (width > 1000 and packed is None)
     got, same, *again = (
         decode_linear(x, weights, bias=biases, lora=loras, impl=impl, **added) for impl in (*IMPLS, *["triton"] * twice)
     )
@@ -282,6 +282,25 @@ def test_decode_linear(case, rows, width, dtype, packed):
     if DEVICE == "cpu" and (rows > 1 and dtype == torch.float16 or packed is False and rows not in (1, 5)):
         pytest.skip("takes the interpreter too long; one of each is run")
     check_linear(rows, width, dtype=dtype, packed=packed, **LINEARS[case])
+
+
+@pytest.mark.parametrize("plan", [(16, 3, 1, 4, 4, 8), (32, 2, 2, 4, 3, 0), (32, 1, 1, 2, 4, 8)], ids=str)
+@pytest.mark.parametrize("activation", [None, "silu"])
+@pytest.mark.parametrize("rows", [3, 12])
+def test_nf4_products_however_they_are_cut(rows, activation, plan):
+    """21 blocks along K over programs, warps and steps that don't divide them; the order of sums is fixed."""
+    from grpo_lit.kernels._triton.decode_linear import Plan, product
+    from grpo_lit.kernels.decode_linear import Part
+
+    parts = [Part(nf4(randn(70, 1344, dtype=torch.bfloat16)), None, None) for _ in range(2)]
+    x = randn(rows, 1344, dtype=torch.bfloat16)
+    x[-1] *= 100  # a row taken for another would show
+    got, again = (product(x, parts, None, None, activation, plan=Plan(*plan)) for _ in range(2))
+    same = decode_linear(x, [part.weight for part in parts], activation=activation, impl="torch")
+    true = true_linear(x, [part.weight for part in parts], [None] * 2, [None] * 2, None, None, activation)
+    assert_close(got, same, true, torch.bfloat16)
+    assert_close(got[:-1], same[:-1], true[:-1], torch.bfloat16)
+    assert torch.equal(again, got)
 
 
 MODEL = {

@@ -47,13 +47,14 @@ def dense_plan(rows: int, columns: int, width: int, gated: bool, multiprocessors
 
 
 def nf4_plan(rows: int, columns: int, width: int, gated: bool, multiprocessors: int = 132) -> Plan:
-    """By size, as measured on an H200: from four programs a multiprocessor on, each with six blocks of 64 or more."""
-    if gated or columns > 8192:
+    """By size, as measured on an H200; the four warps of a program share its blocks of 64 along K."""
+    if width > 4096:
         tiles = triton.cdiv(columns // 2 if gated else columns, 32)
-        unroll, stages = (2, 5) if rows <= 8 else (1, 8)
-        return Plan(32, max(1, min(round(8.4 * multiprocessors / tiles), width // 384)), unroll, 2, stages)
-    tiles = triton.cdiv(columns, 32)
-    return Plan(32, max(1, min(round(4.2 * multiprocessors / tiles), width // 256)), 4, 2, 3)
+        return Plan(32, max(1, min(round(2.2 * multiprocessors / tiles), width // 512)), 2, 4, 3, 8)
+    if columns > 4096 and rows > 8:
+        return Plan(32, 1, 2, 4, 3, 8)
+    tile = 16 if rows <= 8 or columns <= 1024 else 32
+    return Plan(tile, 2 if columns > 4096 and not gated else 1, 1, 4, 4, 8)
 
 
 def fewer_stages(plan: Plan, matrices: int, rows: int, shared_memory: int) -> Plan:
@@ -198,7 +199,8 @@ def _launch(
         **overlap(x),
     }
     if packed:
-        nf4_kernel[grid](*_nf4_tensors(x, parts), *after, UNROLL=plan.depth, **_nf4_options(x, parts), **options)
+        cut = {"UNROLL": plan.depth, "WARPS": plan.num_warps}
+        nf4_kernel[grid](*_nf4_tensors(x, parts), *after, **cut, **_nf4_options(x, parts), **options)
     else:
         dense = three([part.weight if isinstance(part.weight, Tensor) else None for part in parts], x)
         even = width % plan.depth == 0

@@ -44,13 +44,13 @@ def _block_scale(stored, scale_code, shift, NESTED: tl.constexpr):  # type: igno
 
 
 @triton.jit
-def _nf4_step(  # type: ignore[no-untyped-def]
+def _block_product(  # type: ignore[no-untyped-def]
     even, odd, packed, code, number, lane, scale, BF16: tl.constexpr, PERMUTE: tl.constexpr
 ):
-    """(COLUMNS, ROWS) product with one block of 64 of each column; ``number`` (COLUMNS,) of the blocks."""
-    q = tl.load(packed + (number.to(tl.int64) * 32)[:, None] + lane[None, :])
+    """(WARPS, COLUMNS, ROWS) products with a block of 64 for each warp and column, their numbers in ``number``."""
+    q = tl.load(packed + (number.to(tl.int64) * 32)[:, :, None] + lane[None, None, :])
     early, late = unpacked(q, code, BF16, PERMUTE)
-    return tl.dot(late, odd, tl.dot(early, even)) * scale[:, None]
+    return tl.dot(late, odd, tl.dot(early, even)) * scale[:, :, None]
 
 
 @triton.jit
@@ -97,6 +97,7 @@ def nf4_kernel(  # type: ignore[no-untyped-def]
     splits,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    WARPS: tl.constexpr,
     UNROLL: tl.constexpr,
     PREFETCH: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -125,9 +126,10 @@ def nf4_kernel(  # type: ignore[no-untyped-def]
     row = tl.arange(0, ROWS)
     start = split * blocks_each
     end = tl.minimum(start + blocks_each, blocks)
+    start_of = (column % n) * blocks
     if PREFETCH > 0:  # the share's first lines of 128 bytes, and the scales beside them
         line = tl.minimum(start + tl.arange(0, PREFETCH) * 4, blocks - 1)
-        ahead = (column % n)[:, None] * blocks + line[None, :]
+        ahead = start_of[:, None] + line[None, :]
         prefetch(packed + ahead.to(tl.int64) * 32, PDL)
         prefetch(scales + ahead, PDL)
         if GATED:
@@ -135,49 +137,45 @@ def nf4_kernel(  # type: ignore[no-untyped-def]
             prefetch(scales1 + ahead, PDL)
     wait_for_previous(PDL)
     DTYPE: tl.constexpr = tl.bfloat16 if BF16 else tl.float16
+    warp = tl.arange(0, WARPS)  # each takes every WARPS-th block of the share
     lane = tl.arange(0, 32)
-    start_of = (column % n) * blocks
     shift, other_shift = 0.0, 0.0
     if NESTED:
         shift = tl.load(offset)
         if GATED:
             other_shift = tl.load(offset1)
-    y = tl.zeros((COLUMNS, ROWS), tl.float32)
+    y = tl.zeros((WARPS, COLUMNS, ROWS), tl.float32)
     other = y
-    # Scales are read two blocks ahead and computed one block ahead: each takes a look-up that depends on a read.
-    final = start_of + blocks - 1
-    scale = _block_scale(_stored_scale(scales, groups, start_of + start, NESTED), scale_code, shift, NESTED)
-    stored = _stored_scale(scales, groups, tl.minimum(start_of + start + 1, final), NESTED)
-    other_scale, other_stored = scale, stored
+    # what scales are computed from is read a block ahead
+    number = start_of[None, :] + tl.minimum(start + warp, blocks - 1)[:, None]
+    stored = _stored_scale(scales, groups, number, NESTED)
+    other_stored = stored
     if GATED:
-        other_scale = _block_scale(
-            _stored_scale(scales1, groups1, start_of + start, NESTED), scale_code1, other_shift, NESTED
-        )
-        other_stored = _stored_scale(scales1, groups1, tl.minimum(start_of + start + 1, final), NESTED)
-    for step in range(start, end, UNROLL):
+        other_stored = _stored_scale(scales1, groups1, number, NESTED)
+    for step in range(start, end, WARPS * UNROLL):
         for i in tl.static_range(UNROLL):
-            block = tl.minimum(step + i, blocks - 1)
+            block = step + i * WARPS + warp
+            safe = tl.minimum(block, blocks - 1)
             # two neighbouring 16-bit numbers of x at a time; zeros beyond this program's share
             pairs = tl.load(
-                x + row[None, :] * (blocks * 32) + block * 32 + lane[:, None],
-                mask=row[None, :] < tl.where(step + i < end, rows, 0),
+                x + row[None, None, :] * (blocks * 32) + safe[:, None, None] * 32 + lane[None, :, None],
+                mask=row[None, None, :] < tl.where(block < end, rows, 0)[:, None, None],
                 other=0,
             )
             even = (pairs & 0xFFFF).to(tl.int16).to(DTYPE, bitcast=True)
             odd = (pairs >> 16).to(tl.int16).to(DTYPE, bitcast=True)
             if not PERMUTE:  # the interpreter has no 16-bit products
                 even, odd = even.to(tl.float32), odd.to(tl.float32)
-            number = start_of + block
-            later = tl.minimum(number + 2, final)
-            next_scale = _block_scale(stored, scale_code, shift, NESTED)
+            number = start_of[None, :] + safe[:, None]
+            later = start_of[None, :] + tl.minimum(block + WARPS, blocks - 1)[:, None]
+            scale = _block_scale(stored, scale_code, shift, NESTED)
             stored = _stored_scale(scales, groups, later, NESTED)
-            y += _nf4_step(even, odd, packed, code, number, lane, scale, BF16, PERMUTE)
-            scale = next_scale
+            y += _block_product(even, odd, packed, code, number, lane, scale, BF16, PERMUTE)
             if GATED:
-                next_scale = _block_scale(other_stored, scale_code1, other_shift, NESTED)
+                scale = _block_scale(other_stored, scale_code1, other_shift, NESTED)
                 other_stored = _stored_scale(scales1, groups1, later, NESTED)
-                other += _nf4_step(even, odd, packed1, code, number, lane, other_scale, BF16, PERMUTE)
-                other_scale = next_scale
+                other += _block_product(even, odd, packed1, code, number, lane, scale, BF16, PERMUTE)
+    y, other = tl.sum(y, 0), tl.sum(other, 0)
     tiles = tl.num_programs(0)
     last, y, other = gathered(y, other, partial, counters, tile, split, splits, tiles, row, rows, SPLIT, GATED)
     if last:
