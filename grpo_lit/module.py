@@ -113,31 +113,6 @@ class GRPOModule(LightningModule):
         super().__init__()
         from grpo_lit.rewards import resolve_reward
 
-        if ppo_passes < 1:
-            raise UserError("model.ppo_passes", ppo_passes, "at least 1 optimizer step per rollout")
-        if micro_batch_size < 1:
-            raise UserError("model.micro_batch_size", micro_batch_size, "at least 1 row")
-        if score_batch_size is not None and score_batch_size < 1:
-            raise UserError("model.score_batch_size", score_batch_size, "at least 1 row, or null")
-        if max_grad_norm is not None and not max_grad_norm > 0:
-            raise UserError("model.max_grad_norm", max_grad_norm, "a number above 0, or null")
-        if not rewards:
-            raise UserError("model.rewards", rewards, "at least one reward function")
-        if reward_weights is not None and len(reward_weights) != len(rewards):
-            raise UserError("model.reward_weights", reward_weights, f"one weight for each of {len(rewards)} rewards")
-        if reward_weights is not None and not all(map(math.isfinite, reward_weights)):
-            raise UserError("model.reward_weights", reward_weights, "finite numbers")
-        if reward_timeout_s is not None and not 0 < reward_timeout_s < math.inf:
-            raise UserError("model.reward_timeout_s", reward_timeout_s, "a number of seconds above 0, or null")
-        if not 0 <= length_penalty < math.inf:
-            raise UserError("model.length_penalty", length_penalty, "a finite number >= 0")
-        limit = rollout.sampling.max_completion_length
-        if overlong_cache is not None and not 1 <= overlong_cache <= limit:
-            raise UserError("model.overlong_cache", overlong_cache, f"from 1 to max_completion_length={limit} tokens")
-        if policy.quantization and lora is None:
-            raise UserError("model.lora", None, "a LoRA section: 4-bit weights can't be trained themselves")
-        if rollout.engine == "vllm" and lora is None:
-            raise UserError("model.lora", None, "a LoRA section with model.rollout.engine=vllm: it is handed adapters")
         self.automatic_optimization = False
         self.strict_loading = False  # the frozen base is not in a checkpoint; grpo_lit.checkpoint checks the rest
         self.policy_config, self.lora_config, self.rollout_config, self.loss_config = policy, lora, rollout, loss
@@ -151,6 +126,7 @@ class GRPOModule(LightningModule):
         self.optimizer_callable, self.lr_schedule = optimizer, lr_schedule
         self.validation_config = validation
         self.log_completions = log_completions
+        self._check_arguments()
         self.kernels = dispatch.check_overrides(kernels or {}, "model.kernels")
         self.policy: Policy | None = None
         self.rollout_step = 0
@@ -162,6 +138,35 @@ class GRPOModule(LightningModule):
         self._encoder: PromptEncoder | None = None
         self._reference: tuple[Policy, ...] = ()  # in a tuple, so that it is no submodule
         self._val_totals: dict[str, MeanMetric] = {}
+
+    def _check_arguments(self) -> None:
+        """What the types of the arguments leave open."""
+        if self.ppo_passes < 1:
+            raise UserError("model.ppo_passes", self.ppo_passes, "at least 1 optimizer step per rollout")
+        if self.micro_batch_size < 1:
+            raise UserError("model.micro_batch_size", self.micro_batch_size, "at least 1 row")
+        if self.score_batch_size is not None and self.score_batch_size < 1:
+            raise UserError("model.score_batch_size", self.score_batch_size, "at least 1 row, or null")
+        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
+            raise UserError("model.max_grad_norm", self.max_grad_norm, "a number above 0, or null")
+        names, weights, seconds = self.reward_names, self.reward_weights, self.reward_timeout_s
+        if not names:
+            raise UserError("model.rewards", names, "at least one reward function")
+        if weights is not None and len(weights) != len(names):
+            raise UserError("model.reward_weights", weights, f"one weight for each of {len(names)} rewards")
+        if weights is not None and not all(map(math.isfinite, weights)):
+            raise UserError("model.reward_weights", weights, "finite numbers")
+        if seconds is not None and not 0 < seconds < math.inf:
+            raise UserError("model.reward_timeout_s", seconds, "a number of seconds above 0, or null")
+        if not 0 <= self.length_penalty < math.inf:
+            raise UserError("model.length_penalty", self.length_penalty, "a finite number >= 0")
+        cache, limit = self.overlong_cache, self.rollout_config.sampling.max_completion_length
+        if cache is not None and not 1 <= cache <= limit:
+            raise UserError("model.overlong_cache", cache, f"from 1 to max_completion_length={limit} tokens")
+        if self.policy_config.quantization and self.lora_config is None:
+            raise UserError("model.lora", None, "a LoRA section: 4-bit weights can't be trained themselves")
+        if self.rollout_config.engine == "vllm" and self.lora_config is None:
+            raise UserError("model.lora", None, "a LoRA section with model.rollout.engine=vllm: it is handed adapters")
 
     # ---- set-up -------------------------------------------------------------------------------------------------
 
