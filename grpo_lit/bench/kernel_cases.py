@@ -333,11 +333,11 @@ def bandwidth_curve(
         rows = max(1, budget // (vocab * dtype.itemsize))
         gen = torch.Generator(device).manual_seed(0)
         logits = torch.randn(1, rows, vocab, device=device, generator=gen).to(dtype).requires_grad_()
-        ids, _, advantages, weights = _tokens(1, rows, vocab, device, gen)
+        tokens = _tokens(1, rows, vocab, device, gen)
 
-        def call(logits: Tensor = logits, rest: tuple[Tensor, ...] = (ids, advantages, weights)) -> None:
+        def call(logits: Tensor = logits, tokens: tuple[Tensor, ...] = tokens) -> None:
             logits.grad = None
-            fused_logits_grpo(logits, rest[0], None, *rest[1:], impl="triton").backward()
+            fused_logits_grpo(logits, *tokens, impl="triton").backward()
 
         candidate = Candidate("ours", "full", call)
         timer.run([candidate])

@@ -36,7 +36,7 @@ LOGITS_SIZES = [
 ]
 # rows, in, out: q, gate and down of the 1.5B shape in a micro-batch of 4 x (128 + 768)
 LORA_SIZES = [(3584, 1536, 1536), (3584, 1536, 8960), (3584, 8960, 1536)]
-CURVE = (8192, 16384, 32768, 50257, 65536, 131072, 151936, 262144)
+CURVE = (16384, 32768, 50257, 131072, 151936, 262144)
 _SLACK = {
     "fused_logits_grpo": 2e-5,
     "grpo_token_loss": 2e-6,

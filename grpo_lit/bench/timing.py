@@ -53,6 +53,7 @@ class Timer:
 
     def run(self, candidates: list[Candidate]) -> None:
         """Warms up, measures peak memory, then takes samples; every second round in reverse order."""
+        gc.collect()  # once, not for each: with torch, TRL and the rest imported it takes a good part of a second
         holds = [self._warm_up(candidate) for candidate in candidates]
         for round_ in range(self.samples):
             order = list(zip(candidates, holds, strict=True))
@@ -84,7 +85,6 @@ class Timer:
         self._wait()
         if candidate.prepare is not None:
             candidate.prepare()
-        gc.collect()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         candidate.call()

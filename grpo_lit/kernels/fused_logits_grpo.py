@@ -105,6 +105,7 @@ def fused_logits_grpo(
         ref_logprobs,
         scalars,
         compute_dtype(logits.dtype),
+        spread=False,
     )
     if masked_rows not in ("zeros", "untouched"):
         raise UserError("masked_rows", masked_rows, "'zeros' or 'untouched'")
@@ -233,13 +234,16 @@ class _FusedLogitsGRPO(torch.autograd.Function):
             grad = logits
         else:
             loss, logprobs, entropy, grad = torch.ops.grpo_lit.fused_logits_grpo(*arguments, True)
+        ctx.set_materialize_grads(False)  # no zeros for the other two
         ctx.save_for_backward(grad)
         ctx.mark_non_differentiable(logprobs, entropy)
         return loss, logprobs, entropy
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dloss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dloss: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+        if dloss is None:
+            return (None,) * 6
         # Scaling in place marks the saved tensor as changed, so a second backward through it fails, loudly.
         grad = ctx.saved_tensors[0].detach()
         torch.ops.grpo_lit.scale_(grad, dloss)

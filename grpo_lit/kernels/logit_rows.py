@@ -112,7 +112,10 @@ def _run(
     options: RowOptions,
     out: RowResults,
 ) -> None:
-    """``per_row``: old, advantages, weights, ref of a loss; or given dlogprobs, dentropy; (rows,) each."""
+    """``per_row``: old, advantages, weights, ref of a loss; or given dlogprobs, dentropy; (rows,) each.
+
+    Advantages may be fewer, each for as many rows one after the other.
+    """
     if options.impl == "triton" and logits.dtype != torch.float64:
         from grpo_lit.kernels._triton.logit_rows import logit_rows
 
@@ -142,7 +145,7 @@ def _run(
         where = slice(start, start + _REFERENCE_ROWS)
         rows = torch.arange(len(ids), device=logits.device)[where]
         place = (rows // steps, rows % steps)
-        values = [None if t is None else t[where] for t in per_row]
+        values = [None if t is None else t[rows * len(t) // len(ids)] for t in per_row]
         results, dz = _reference(logits[place], ids[where], values, scalars, options, grad is not None)
         for buffer, result in zip(out.part(where), results, strict=True):
             if buffer.numel():

@@ -141,6 +141,7 @@ def token_terms(
 class TokenInputs(NamedTuple):
     """The per-token inputs of a loss, checked and laid flat: (rows,) each, contiguous.
 
+    ``advantages`` may have fewer, each for as many rows that follow one another (one a completion, say).
     ``old_logprobs`` None stands for the policy itself before any update: ratio 1, gradient as usual.
     """
 
@@ -160,6 +161,7 @@ def flat_token_inputs(
     ref_logprobs: Tensor | None,
     scalars: TokenScalars,
     dtype: torch.dtype,
+    spread: bool = True,
 ) -> TokenInputs:
     """Checks the inputs of the fused losses against the token shape and flattens them.
 
@@ -172,6 +174,7 @@ def flat_token_inputs(
         ref_logprobs: of that shape; needed where beta is not 0.
         scalars: the loss's scalars.
         dtype: the dtype the loss runs in.
+        spread: copy advantages of one a row to all of its tokens.
 
     Raises:
         UserError: for a shape that doesn't fit, or a missing reference.
@@ -185,7 +188,8 @@ def flat_token_inputs(
         if advantages.shape != shape[:1]:
             accepted = f"{tuple(shape[:1])}, one a row, or {tuple(shape)}, one a token"
             raise UserError("advantages", tuple(advantages.shape), accepted)
-        advantages = advantages.reshape(-1, *(1,) * (len(shape) - 1)).expand(shape)
+        if spread:
+            advantages = advantages.reshape(-1, *(1,) * (len(shape) - 1)).expand(shape)
     if scalars.beta != 0 and ref_logprobs is None:
         raise UserError("ref_logprobs", None, f"given with beta={scalars.beta}")
 

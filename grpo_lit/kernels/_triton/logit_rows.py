@@ -39,15 +39,17 @@ class Plan(NamedTuple):
 def default_plan(width: int, element_size: int) -> Plan:
     """Tiles and warps for rows of ``width`` logits; sizes from sweeps on one H200.
 
-    Small programs, so that many wait in turn, and 64 registers, so that 8 of them fit a multiprocessor.
+    Small programs, so that many wait in turn, and 64 registers, so that 8 of them fit a multiprocessor. Of 8 to 10
+    tiles, the number that leaves the fewest lanes of the last program without a logit.
     """
     vector = 16 // element_size
     num_warps = 4
     while num_warps > 1 and 32 * num_warps // 2 * vector >= width:
         num_warps //= 2
     tile = 32 * num_warps * vector
-    most = 8 if element_size == 2 else 10
-    return Plan(tile, min(most, triton.cdiv(width + vector - 1, tile)), num_warps, registers=64)
+    needed = triton.cdiv(width + vector - 1, tile)
+    tiles = min((10, 9, 8), key=lambda most: triton.cdiv(needed, most) * most)
+    return Plan(tile, min(tiles, needed), num_warps, registers=64)
 
 
 def waits_safely(num_blocks: int, device: torch.device) -> bool:
@@ -140,7 +142,9 @@ def logit_rows(
     single = num_blocks == 1
     waits = single or waits_safely(num_blocks, logits.device)
     slots = num_blocks * (2 if entropy_used else 1) + 1
-    launch = overlap(logits) if waits and not single else {"PDL": False}
+    # In 16 bits, where arithmetic is the limit, a wait between reading and computing costs more than it saves.
+    early = waits and not single and logits.element_size() == 4
+    launch = overlap(logits) if early else {"PDL": False}
     words = _cleared_words(0 if single else rows * slots, logits.device, launch["PDL"])
     limit = {} if plan.registers is None or interpreting() else {"maxnreg": plan.registers}
     for phase in (_BOTH,) if waits else (_PUBLISH, _FINISH):
@@ -164,6 +168,7 @@ def logit_rows(
             rows,
             1 if zero_masked else row_step(rows),  # what writes zeros for masked rows keeps the memory busy as it is
             steps,
+            1 if advantages is None else rows // len(advantages),
             vocab_size,
             width,
             logits.stride(0),

@@ -35,6 +35,7 @@ from grpo_lit.kernels._triton.math import token_terms
 from grpo_lit.kernels._triton.row_parts import (
     activate,
     again,
+    edges,
     halves,
     larger,
     merged,
@@ -44,6 +45,21 @@ from grpo_lit.kernels._triton.row_parts import (
 )
 
 _LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def _gradient(raw, scale, base, flat, steep, softcap, TILT: tl.constexpr, SOFTCAP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Gradient of logits ``raw``, float32, but for the chosen token's own term."""
+    x, slope = activate(raw, softcap, SOFTCAP)
+    y = x * scale - base
+    dz = tl.exp2(y)
+    if TILT:  # noqa: SIM108
+        dz *= flat + steep * tl.maximum(y, -1e4)
+    else:
+        dz *= flat
+    if SOFTCAP:
+        dz *= slope
+    return dz
 
 
 @triton.jit(do_not_specialize=["rows", "row_step"])  # type: ignore[untyped-decorator]
@@ -67,6 +83,7 @@ def logit_rows_kernel(  # type: ignore[no-untyped-def]
     rows,
     row_step,
     steps,
+    advantage_steps,
     vocab,
     width,
     stride_n,
@@ -152,6 +169,9 @@ def logit_rows_kernel(  # type: ignore[no-untyped-def]
             upstream_entropy = tl.load(dentropy + row)
             live = live | (upstream_entropy != 0.0)
 
+    WHOLE: tl.constexpr = SAME_LAYOUT or ALIGNED  # vectors of the gradient lie as those of the logits
+    EDGES: tl.constexpr = WHOLE and not EVEN
+    at_edge, in_edge = edges(shift, width, TILE * TILES, VEC)
     if live:
         scale = inv_temperature * 1.4426950408889634
         known = (chosen >= shift) & (chosen < vocab)
@@ -161,9 +181,12 @@ def logit_rows_kernel(  # type: ignore[no-untyped-def]
         if PHASE == 2:
             raw_chosen, _ = halves(words + (row + 1).to(tl.int64) * slots - 1, known | True, False)
         x_chosen, slope_chosen = activate(raw_chosen, softcap, SOFTCAP)
+        raw_edge = raw_chosen
+        if WRITE and EDGES:
+            raw_edge = tl.load(source + at_edge, mask=in_edge & (at_edge < vocab), other=float("-inf"))
         raws = ()  # type: ignore[var-annotated]
         for i in tl.static_range(TILES):
-            raw = read_tile(source, lane + i * TILE, shift, vocab, i * TILE, TILE, EVEN)
+            raw = read_tile(source, lane + i * TILE, shift, vocab, i * TILE, TILE, EVEN, VEC)
             raws = raws + (raw,)  # type: ignore[assignment]
         wait_for_previous(PDL)  # the words are cleared; all else that is read was there before that began
         top = raws[0]  # type: ignore[misc]
@@ -200,7 +223,7 @@ def logit_rows_kernel(  # type: ignore[no-untyped-def]
             before = 0.0
             other = 0.0
             if LOSS:  # asked for before the wait
-                advantage = tl.load(advantages + row)
+                advantage = tl.load(advantages + row // advantage_steps)
                 if HAS_OLD:
                     before = tl.load(old + row)
                 if HAS_REF:
@@ -243,21 +266,20 @@ def logit_rows_kernel(  # type: ignore[no-untyped-def]
                 if WRITE_ENTROPY:
                     tl.store(entropy_out + row, entropy)
             if WRITE:
+                TILT: tl.constexpr = GIVEN_ENTROPY or ENTROPY_BONUS
                 # dz / slope = (g 1[v = a] - p (g + e (ln p + entropy))) / temperature, with p = 2^y / total
                 g = slope_logp * inv_temperature
                 e = slope_entropy * inv_temperature
                 flat = -(g + e * (entropy - log2_total * _LN2)) / total
                 steep = -e * _LN2 / total
                 for i in tl.static_range(TILES):
-                    x, slope = activate(again(raws[i], 2 * nothing, PACKED), softcap, SOFTCAP)
-                    y = x * scale - base
-                    if GIVEN_ENTROPY or ENTROPY_BONUS:
-                        dz = tl.exp2(y) * (flat + steep * tl.maximum(y, -1e4))
-                    else:
-                        dz = tl.exp2(y) * flat
-                    if SOFTCAP:
-                        dz *= slope
-                    write_tile(target, dz, lane + i * TILE, shift, width, i * TILE, TILE, EVEN)
+                    dz = _gradient(
+                        again(raws[i], 2 * nothing, PACKED), scale, base, flat, steep, softcap, TILT, SOFTCAP
+                    )
+                    write_tile(target, dz, lane + i * TILE, shift, width, EVEN, VEC, WHOLE)
+                if EDGES:
+                    dz = _gradient(raw_edge, scale, base, flat, steep, softcap, TILT, SOFTCAP)
+                    tl.store(target + at_edge, dz.to(grad.dtype.element_ty), mask=in_edge)
                 if (chosen >= 0) & (chosen < TILE * TILES):
                     tl.debug_barrier()  # the element is written twice, this time last
                     dz_chosen = g + tl.exp2(y_chosen) * (flat + steep * tl.maximum(y_chosen, -1e4))
@@ -274,4 +296,6 @@ def logit_rows_kernel(  # type: ignore[no-untyped-def]
             if WRITE and ZEROS:
                 for i in tl.static_range(TILES):
                     zeros = tl.zeros((TILE,), tl.float32)
-                    write_tile(target, zeros, lane + i * TILE, shift, width, i * TILE, TILE, EVEN)
+                    write_tile(target, zeros, lane + i * TILE, shift, width, EVEN, VEC, WHOLE)
+                if EDGES:
+                    tl.store(target + at_edge, tl.zeros((2 * VEC,), grad.dtype.element_ty), mask=in_edge)

@@ -102,27 +102,40 @@ def activate(raw, softcap, SOFTCAP: tl.constexpr):  # type: ignore[no-untyped-de
 
 
 @triton.jit
-def read_tile(source, column, shift, vocab, begin, TILE: tl.constexpr, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A tile of logits as stored, -inf outside the row."""
+def read_tile(source, column, shift, vocab, begin, TILE: tl.constexpr, EVEN: tl.constexpr, VEC: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A tile of logits as stored, -inf outside the row.
+
+    A row that is not EVEN may begin and end inside a vector of VEC. Such a vector is read whole, since a mask that
+    differs within a vector would make the loads of the whole tile narrow, and what is another row's is dropped.
+    """
     if EVEN:
         raw = tl.load(source + column, mask=column < vocab, other=float("-inf"))
     else:
-        # A mask with its edge inside a vector makes loads narrow, so only the tiles at the ends have one.
-        if (begin >= shift) & (begin + TILE <= vocab):  # noqa: SIM108
-            raw = tl.load(source + column)
-        else:
-            raw = tl.load(source + column, mask=(column >= shift) & (column < vocab), other=float("-inf"))
+        raw = tl.load(source + column, mask=column // VEC * VEC < vocab, other=float("-inf"))
+        if (begin < shift) | (begin + TILE > vocab):
+            raw = tl.where((column >= shift) & (column < vocab), raw, float("-inf"))
     return raw
 
 
 @triton.jit
-def write_tile(target, values, column, shift, width, begin, TILE: tl.constexpr, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Stores a tile of the gradient, the padded columns of the row included, nothing outside the row."""
+def write_tile(  # type: ignore[no-untyped-def]
+    target, values, column, shift, width, EVEN: tl.constexpr, VEC: tl.constexpr, WHOLE: tl.constexpr
+):
+    """Stores a tile of the gradient, padded columns included and nothing outside the row; if WHOLE, without `edges`."""
     values = values.to(target.dtype.element_ty)
     if EVEN:
         tl.store(target + column, values, mask=column < width)
+    elif WHOLE:
+        first = column // VEC * VEC
+        tl.store(target + column, values, mask=(first >= shift) & (first + VEC <= width))
     else:
-        if (begin >= shift) & (begin + TILE <= width):
-            tl.store(target + column, values)
-        else:
-            tl.store(target + column, values, mask=(column >= shift) & (column < width))
+        tl.store(target + column, values, mask=(column >= shift) & (column < width))
+
+
+@triton.jit
+def edges(shift, width, SIZE: tl.constexpr, VEC: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(2 VEC columns, which of them lie in vectors that the row only has a part of, among the first SIZE columns)."""
+    lane = tl.arange(0, 2 * VEC)
+    column = tl.where(lane < VEC, lane, width // VEC * VEC + lane - VEC)
+    partial = (lane < shift * VEC) | (lane >= VEC)  # the first vector, if the row begins inside it, and the last one
+    return column, partial & (column >= shift) & (column >= 0) & (column < width) & (column < SIZE)
