@@ -1,11 +1,18 @@
-"""The documentation names what there is: metrics of a real run, pages of the site."""
+"""The documentation names what there is: metrics of a real run, pages of the site, the command behind each figure."""
 
 from __future__ import annotations
 
 import json
 import re
+import runpy
+import shlex
+import sys
 from collections.abc import Callable
 from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -47,3 +54,43 @@ def test_every_page_is_in_the_table_of_contents() -> None:
     toctree = re.search(r"```\{toctree\}\n:maxdepth: 1\n\n(.*?)```", (DOCS / "index.md").read_text(), re.S)
     assert toctree is not None
     assert sorted(toctree[1].split()) == sorted(page.stem for page in DOCS.glob("*.md") if page.stem != "index")
+
+
+FIGURES = {
+    name: command
+    for name, command in re.findall(
+        r"^\| `(\S+)` \| (?:`([^`]+)`|drawn by hand) \|", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), re.M
+    )
+    if name.endswith((".png", ".svg"))
+}
+DRAWN_FROM_A_FILE = [name for name, command in FIGURES.items() if "docs/results" in command and "--plot" not in command]
+
+
+def test_every_figure_is_shown_and_its_command_named() -> None:
+    assert sorted(FIGURES) == sorted(file.name for file in (DOCS / "figures").iterdir())
+    texts = "".join(page.read_text(encoding="utf-8") for page in (ROOT / "README.md", *DOCS.glob("*.md")))
+    shown = set(re.findall(r"!\[[^\]]+\]\((?:docs/)?figures/([^)]+)\)", texts))
+    assert shown == set(FIGURES)
+    assert [name for name, command in FIGURES.items() if not command] == ["loop.svg"]
+    for name, command in FIGURES.items():
+        if command:
+            words = shlex.split(command)
+            assert words[-1] == f"docs/figures/{name}"
+            assert words[:2] == ["grpo-lit", "bench"] or (ROOT / words[1]).is_file()
+
+
+@pytest.mark.parametrize("name", DRAWN_FROM_A_FILE)
+def test_a_figure_is_what_its_command_draws(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pixel by pixel, where the same matplotlib draws it."""
+    import matplotlib
+
+    assert len(DRAWN_FROM_A_FILE) == 3
+    _, script, source, _ = shlex.split(FIGURES[name])
+    target = tmp_path / name
+    monkeypatch.setattr(sys, "argv", [script, str(ROOT / source), str(target)])
+    runpy.run_path(str(ROOT / script), run_name="__main__")
+    with Image.open(target) as drawn, Image.open(DOCS / "figures" / name) as committed:
+        assert drawn.size == committed.size
+        if f"version{matplotlib.__version__}," in committed.info.get("Software", ""):
+            difference = np.asarray(drawn.convert("RGB")).astype(int) - np.asarray(committed.convert("RGB"))
+            assert np.abs(difference).max() <= 2

@@ -1,4 +1,4 @@
-"""Every command of README.md runs, or at least is one that the program accepts, and every link leads somewhere."""
+"""Every command of README.md and the docs runs, or at least is one that the program accepts; links lead somewhere."""
 
 from __future__ import annotations
 
@@ -14,19 +14,22 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def commands() -> list[str]:
+DOCS = "\n".join(page.read_text(encoding="utf-8") for page in sorted((ROOT / "docs").glob("*.md")))
+
+
+def commands(text: str = README) -> list[str]:
     """Lines of the shell blocks, without comments; parts of a line joined by && count one by one."""
     lines: list[str] = []
-    for block in re.findall(r"^```bash\n(.*?)^```", README, re.M | re.S):
+    for block in re.findall(r"^```bash\n(.*?)^```", text, re.M | re.S):
         for line in block.replace("\\\n", " ").splitlines():
             lines += [part.split("  #")[0].strip() for part in line.split("&&")]
     return [line for line in lines if line]
 
 
-def own() -> list[list[str]]:
+def own(text: str = README) -> list[list[str]]:
     """Arguments of the program's own commands; braces stand for each of their words."""
     found = []
-    for line in commands():
+    for line in commands(text):
         if line.startswith("grpo-lit "):
             words = shlex.split(line)[1:]
             braces = next((word for word in words if re.fullmatch(r"\{[a-z,]+\}", word)), None)
@@ -37,8 +40,18 @@ def own() -> list[list[str]]:
 
 def inline() -> list[list[str]]:
     """Arguments of the program's commands within sentences, with a configuration where the text leaves it open."""
-    found = [shlex.split(text) for text in re.findall(r"`grpo-lit ([^`]+)`", README)]
+    names = "|".join(COMMANDS)
+    texts = [text for text in re.findall(r"`([^`]+)`", README) if re.match(rf"(grpo-lit )?({names}) ", text)]
+    found = [shlex.split(text.removeprefix("grpo-lit ")) for text in texts]
     return [["quickstart" if word in ("F", "...") else word for word in words] for words in found]
+
+
+def launched() -> list[list[str]]:
+    """Arguments of the fits that torchrun and srun start, in a block of its own."""
+    blocks = "".join(re.findall(r"^```text\n(torchrun.*?)^```", README, re.M | re.S)).replace("\\\n", " ")
+    return [
+        shlex.split(line.split("grpo_lit" if "grpo_lit" in line else "grpo-lit")[1]) for line in blocks.splitlines()
+    ]
 
 
 # What runs here as it is written; what needs a GPU, a network or hours is read to its end instead.
@@ -61,7 +74,9 @@ def test_every_line_is_one_that_is_run_or_read() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [a for a in own() + inline() if a[0] in READ and len(a) > 2 and "--config" in a], ids=" ".join
+    "arguments",
+    [a for a in own() + inline() + launched() + own(DOCS) if a[0] in READ and len(a) > 2 and "--config" in a],
+    ids=" ".join,
 )
 def test_what_needs_a_gpu_or_a_network_is_accepted(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -80,7 +95,9 @@ def test_tune_accepts_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert resolve(base)[0]["trainer"]["default_root_dir"] == "runs/quickstart"
 
 
-@pytest.mark.parametrize("arguments", [a for a in own() + inline() if a[0] in ("bench", "toy")], ids=" ".join)
+@pytest.mark.parametrize(
+    "arguments", [a for a in own() + inline() + own(DOCS) if a[0] in ("bench", "toy")], ids=" ".join
+)
 def test_benchmarks_and_small_policies_know_their_options(arguments: list[str]) -> None:
     assert exit_code([*arguments, *([] if "--help" in arguments else ["--help"])]) == 0
 
@@ -126,3 +143,28 @@ def test_links_lead_somewhere() -> None:
         if not target.startswith("http") and not (ROOT / target).exists()
     ]
     assert not missing
+
+
+def test_paths_that_are_named_exist() -> None:
+    """Those of the map and of the reading guide, wherever they are; a bare name follows its folder in the same cell."""
+    missing, folder = [], Path()
+    tables = README.partition("## To change X")[2].partition("## Results")[0]
+    for path in re.findall(r"`([a-z0-9_/]+(?:\.py|/))`", tables):
+        candidates = [ROOT / path, ROOT / "grpo_lit" / path, folder / path]
+        found = next((candidate for candidate in candidates if candidate.exists()), None)
+        if found is None:
+            missing.append(path)
+        elif "/" in path:
+            folder = found if found.is_dir() else found.parent
+    assert missing == []
+
+
+def test_the_reading_takes_an_afternoon() -> None:
+    """As many lines as the guide says, to a tenth."""
+    guide = README.partition("## Reading it in an afternoon")[2].partition("\n## ")[0]
+    files = re.findall(r"`([a-z_]+/[a-z_]+\.py|[a-z_]+\.py)`", guide.partition("`grpo_lit/toy/`")[0])
+    said = re.search(r"about ([\d,]+) lines", guide)
+    assert len(files) > 15
+    assert said is not None
+    lines = sum(len((ROOT / "grpo_lit" / file).read_text().splitlines()) for file in files)
+    assert abs(lines / int(said[1].replace(",", "")) - 1) < 0.1, lines
