@@ -69,6 +69,41 @@ def relative(got: Tensor, true: Tensor) -> float:
     return float((got.double() - true).norm() / true.norm())
 
 
+# a loss, its leaf, and what has to be done before each call
+_Way = tuple[Callable[[Tensor], Tensor], Tensor, Callable[[], None] | None]
+
+
+def _logits_ways(logits: Tensor, whole: Tensor, tokens: tuple[Tensor, ...], compiled: bool) -> dict[str, _Way]:
+    """The implementations on ``logits``, which Liger takes with a step more: ``whole``."""
+    ids, old, advantages, weights = tokens
+    steps = ids.shape[1]
+    half = weights * (torch.arange(steps, device=ids.device) < steps // 2)
+    work = torch.empty_like(logits).requires_grad_()
+
+    def refresh() -> None:
+        work.data.copy_(logits.data)
+
+    def ours(some: Tensor = weights, **options: Any) -> Callable[[Tensor], Any]:
+        return lambda z: fused_logits_grpo(z, ids, old, advantages, some, impl="triton", **options)
+
+    ways: dict[str, _Way] = {
+        "ours": (ours(), logits, None),
+        "ours in place": (ours(inplace=True), work, refresh),
+        "ours + entropy": (lambda z: ours(return_stats=True)(z)[0], logits, None),
+        "ours, half masked": (ours(half), logits, None),
+        "ours, half masked, untouched": (ours(half, masked_rows="untouched"), logits, None),
+        "eager": (lambda z: baselines.eager_logits_loss(z, *tokens), logits, None),
+    }
+    if compiled:
+        fast = torch.compile(baselines.eager_logits_loss, dynamic=False)
+        ways["torch.compile"] = (lambda z: fast(z, *tokens), logits, None)
+    liger = baselines.liger_logits_loss() if ids.is_cuda else None
+    if liger is not None:
+        whole.requires_grad_()
+        ways["liger"] = (lambda z: liger(z, *tokens), whole, None)
+    return ways
+
+
 def logits_case(
     n: int,
     t: int,
@@ -81,59 +116,20 @@ def logits_case(
 ) -> Case:
     """``fused_logits_grpo`` and its rivals on (n, t, vocab) logits."""
     gen = torch.Generator(device).manual_seed(0)
-    # one step more than there are tokens: Liger takes the logits of a whole sequence
     whole = (torch.randn(n, t + 1, vocab, device=device, generator=gen) * 2).to(dtype)
     logits = whole[:, :-1].contiguous().requires_grad_()
-    ids, old, advantages, weights = _tokens(n, t, vocab, device, gen)
+    ids, _, advantages, weights = _tokens(n, t, vocab, device, gen)
     with torch.no_grad():
         logp = torch.cat(
             [row.float().log_softmax(-1).gather(-1, i[:, None]) for row, i in zip(logits, ids, strict=True)]
         )
     old = _near(logp.view(n, t), gen)
-    half = weights * (torch.arange(t, device=device) < t // 2)
-    work = torch.empty_like(logits).requires_grad_()
-
-    def refresh() -> None:
-        work.data.copy_(logits.data)
-
-    losses: dict[str, tuple[Callable[[Tensor], Tensor], Tensor, Callable[[], None] | None]] = {
-        "ours": (lambda z: fused_logits_grpo(z, ids, old, advantages, weights, impl="triton"), logits, None),
-        "ours in place": (
-            lambda z: fused_logits_grpo(z, ids, old, advantages, weights, inplace=True, impl="triton"),
-            work,
-            refresh,
-        ),
-        "ours + entropy": (
-            lambda z: fused_logits_grpo(z, ids, old, advantages, weights, return_stats=True, impl="triton")[0],
-            logits,
-            None,
-        ),
-        "ours, half masked": (
-            lambda z: fused_logits_grpo(z, ids, old, advantages, half, impl="triton"),
-            logits,
-            None,
-        ),
-        "ours, half masked, untouched": (
-            lambda z: fused_logits_grpo(z, ids, old, advantages, half, masked_rows="untouched", impl="triton"),
-            logits,
-            None,
-        ),
-        "eager": (lambda z: baselines.eager_logits_loss(z, ids, old, advantages, weights), logits, None),
-    }
-    if compiled:
-        fast = torch.compile(baselines.eager_logits_loss, dynamic=False)
-        losses["torch.compile"] = (lambda z: fast(z, ids, old, advantages, weights), logits, None)
-    liger = baselines.liger_logits_loss() if device.type == "cuda" else None
-    if liger is not None:
-        whole.requires_grad_()
-        losses["liger"] = (lambda z: liger(z, ids, old, advantages, weights), whole, None)
-
+    tokens = (ids, old, advantages, weights)
     rows = torch.randperm(n * t, device=device, generator=gen)[:_CHECKED_ROWS]
-    chosen = logits.detach()[rows // t, rows % t]
-    true = _true_logits_gradient(chosen, rows, [ids, old, advantages, weights])
+    true = _true_logits_gradient(logits.detach()[rows // t, rows % t], rows, list(tokens))
     errors: dict[str, float] = {}
     candidates: list[Candidate] = []
-    for name, (loss, leaf, prepare) in losses.items():
+    for name, (loss, leaf, prepare) in _logits_ways(logits, whole, tokens, compiled).items():
         if prepare is not None:
             prepare()
         (grad,) = torch.autograd.grad(loss(leaf), leaf)
@@ -141,9 +137,10 @@ def logits_case(
             errors[name] = relative(grad[:, :t].reshape(n * t, vocab)[rows], true)
         del grad
         candidates += _modes(name, loss, leaf, prepare, modes)
-    flat = logits.detach()
     for name, choice in _SEPARATE.items():
-        separate = functools.partial(baselines.separate_kernels, flat, ids, old, advantages, weights, **choice)
+        separate = functools.partial(
+            baselines.separate_kernels, logits.detach(), ids, old, advantages, weights, **choice
+        )
         errors[name] = relative(separate()[1].view(n * t, vocab)[rows], true)
         candidates.append(Candidate(name, "full", separate))
     size = 2 * logits.numel() * logits.element_size()
@@ -193,6 +190,16 @@ def _true_logits_gradient(x: Tensor, rows: Tensor, tokens: list[Tensor]) -> Tens
     return (-log_p.exp() * slope[:, None]).scatter_add_(1, picked[0][:, None], slope[:, None])
 
 
+def _token_inputs(n: int, t: int, device: torch.device, gen: torch.Generator, ragged: bool) -> tuple[Tensor, ...]:
+    """(logprobs, old, advantages, weights); ``ragged`` rows end at random."""
+    _, old, advantages, weights = _tokens(n, t, 2, device, gen)
+    old = old - torch.rand(n, t, device=device, generator=gen) * 5
+    if ragged:
+        lengths = torch.randint(1, t + 1, (n, 1), device=device, generator=gen)
+        weights = weights * (torch.arange(t, device=device) < lengths)
+    return _near(old, gen).requires_grad_(), old, advantages, weights
+
+
 def token_case(n: int, t: int, device: torch.device, *, compiled: bool, ragged: bool, sets: int) -> Case:
     """``grpo_token_loss`` and its rivals on n x t tokens; a call goes over several sets of inputs in turn.
 
@@ -200,15 +207,7 @@ def token_case(n: int, t: int, device: torch.device, *, compiled: bool, ragged: 
     that.
     """
     gen = torch.Generator(device).manual_seed(0)
-    inputs = []
-    for _ in range(sets):
-        _, old, advantages, weights = _tokens(n, t, 2, device, gen)
-        old = old - torch.rand(n, t, device=device, generator=gen) * 5
-        if ragged:
-            lengths = torch.randint(1, t + 1, (n, 1), device=device, generator=gen)
-            weights = weights * (torch.arange(t, device=device) < lengths)
-        logp = _near(old, gen).requires_grad_()
-        inputs.append((logp, old, advantages, weights))
+    inputs = [_token_inputs(n, t, device, gen, ragged) for _ in range(sets)]
 
     def over_sets(loss: Callable[..., object], backward: bool) -> Callable[[], None]:
         def call() -> None:
@@ -257,6 +256,23 @@ def token_case(n: int, t: int, device: torch.device, *, compiled: bool, ragged: 
     return Case("grpo_token_loss", label, candidates, errors, "eager", 16 * n * t, ours)
 
 
+def _head_rivals(weight: Tensor, tokens: tuple[Tensor, ...], compiled: bool) -> dict[str, Callable[[Tensor], Tensor]]:
+    """Losses of hidden states by others, with the frozen head ``weight``."""
+    losses: dict[str, Callable[[Tensor], Tensor]] = {
+        "eager": lambda h: baselines.eager_logits_loss(h @ weight.t(), *tokens)
+    }
+    if compiled:
+        fast = torch.compile(baselines.eager_logits_loss, dynamic=False)
+        losses["torch.compile"] = lambda h: fast(h @ weight.t(), *tokens)
+    trl = baselines.trl_head_loss() if weight.is_cuda else None
+    if trl is not None:
+        losses["trl"] = lambda h: trl(h, weight, *tokens)
+    liger = baselines.liger_head_loss(weight) if weight.is_cuda and compiled else None
+    if liger is not None:
+        losses["liger"] = lambda h: liger(h, *tokens)
+    return losses
+
+
 def head_case(
     n: int,
     t: int,
@@ -296,17 +312,7 @@ def head_case(
         "ours, linear_logprobs, half masked": lambda h: through_logprobs(h, half, n * (t // 2)),
     }
     if rivals:
-        losses["eager"] = lambda h: baselines.eager_logits_loss(h @ weight.t(), ids, old, advantages, weights)
-        if compiled:
-            fast = torch.compile(baselines.eager_logits_loss, dynamic=False)
-            losses["torch.compile"] = lambda h: fast(h @ weight.t(), ids, old, advantages, weights)
-        trl = baselines.trl_head_loss() if device.type == "cuda" else None
-        if trl is not None:
-            losses["trl"] = lambda h: trl(h, weight, ids, old, advantages, weights)
-        liger = baselines.liger_head_loss(weight) if device.type == "cuda" and compiled else None
-        if liger is not None:
-            losses["liger"] = lambda h: liger(h, ids, old, advantages, weights)
-
+        losses |= _head_rivals(weight, (ids, old, advantages, weights), compiled)
     rows = torch.randperm(n * t, device=device, generator=gen)[: _CHECKED_ROWS // 2]
     z = hidden.detach().reshape(n * t, width)[rows].double() @ weight.double().t()
     dz = _true_logits_gradient(z, rows, [ids, old, advantages, weights])

@@ -89,30 +89,23 @@ def entropy_case(n: int, t: int, device: torch.device) -> Case:
     return Case("entropy_mask", f"{n} x {t} tokens, top 20 %", candidates, errors, "select and sort", 0, ("ours",))
 
 
-def decoder_case(rows: int, tokens: int, width: int, device: torch.device, *, heads: int, wide: int) -> Case:
-    """One Qwen2 decoder layer over NF4 with adapters on q, k, v and o, forward and backward, full rows.
-
-    The errors are those of all adapters' gradients together, against the same layer in float32.
-    """
+def _adapted_layer(width: int, heads: int, wide: int, positions: int, dtype: torch.dtype, device: torch.device) -> Any:
+    """A Qwen2 of one layer over NF4 with adapters of rank 16 whose B is not 0."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     from grpo_lit.base_model import quantize_nf4
-    from grpo_lit.fused_decoder import FusedDecoder
     from grpo_lit.lora import inject_lora
-    from grpo_lit.memory.checkpointing import LayerCheckpointing
 
     torch.manual_seed(0)
-    kv_heads = max(1, heads // 6)
     config = Qwen2Config(
         vocab_size=64,
         hidden_size=width,
         intermediate_size=wide,
         num_hidden_layers=1,
         num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        max_position_embeddings=max(tokens, 128),
+        num_key_value_heads=max(1, heads // 6),
+        max_position_embeddings=positions,
     )
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     model: Any = Qwen2ForCausalLM(config)
     model.to(device, dtype)
     quantize_nf4(model, dtype, device)
@@ -120,6 +113,19 @@ def decoder_case(rows: int, tokens: int, width: int, device: torch.device, *, he
     for name, parameter in model.named_parameters():
         if name.endswith("lora_B"):
             nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+def decoder_case(rows: int, tokens: int, width: int, device: torch.device, *, heads: int, wide: int) -> Case:
+    """One Qwen2 decoder layer over NF4 with adapters on q, k, v and o, forward and backward, full rows.
+
+    The errors are those of all adapters' gradients together, against the same layer in float32.
+    """
+    from grpo_lit.fused_decoder import FusedDecoder
+    from grpo_lit.memory.checkpointing import LayerCheckpointing
+
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    model = _adapted_layer(width, heads, wide, max(tokens, 128), dtype, device)
     gen = torch.Generator(device).manual_seed(0)
     ids = torch.randint(0, 64, (rows, tokens), device=device, generator=gen)
     real = torch.ones_like(ids, dtype=torch.bool)

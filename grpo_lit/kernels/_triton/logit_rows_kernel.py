@@ -169,8 +169,6 @@ def logit_rows_kernel(  # type: ignore[no-untyped-def]
             upstream_entropy = tl.load(dentropy + row)
             live = live | (upstream_entropy != 0.0)
 
-    WHOLE: tl.constexpr = SAME_LAYOUT or ALIGNED  # vectors of the gradient lie as those of the logits
-    EDGES: tl.constexpr = WHOLE and not EVEN
     at_edge, in_edge = edges(shift, width, TILE * TILES, VEC)
     if live:
         scale = inv_temperature * 1.4426950408889634
@@ -182,17 +180,20 @@ def logit_rows_kernel(  # type: ignore[no-untyped-def]
             raw_chosen, _ = halves(words + (row + 1).to(tl.int64) * slots - 1, known | True, False)
         x_chosen, slope_chosen = activate(raw_chosen, softcap, SOFTCAP)
         raw_edge = raw_chosen
-        if WRITE and EDGES:
+        if not EVEN:
             raw_edge = tl.load(source + at_edge, mask=in_edge & (at_edge < vocab), other=float("-inf"))
         raws = ()  # type: ignore[var-annotated]
         for i in tl.static_range(TILES):
-            raw = read_tile(source, lane + i * TILE, shift, vocab, i * TILE, TILE, EVEN, VEC)
+            raw = read_tile(source, lane + i * TILE, shift, vocab, width, i * TILE, TILE, EVEN, VEC)
             raws = raws + (raw,)  # type: ignore[assignment]
         wait_for_previous(PDL)  # the words are cleared; all else that is read was there before that began
         top = raws[0]  # type: ignore[misc]
         for i in tl.static_range(1, TILES):
             top = larger(top, raws[i], PACKED)
-        peak, _ = activate(tl.max(top.to(tl.float32), 0), softcap, SOFTCAP)
+        highest = tl.max(top.to(tl.float32), 0)
+        if not EVEN:
+            highest = tl.maximum(highest, tl.max(raw_edge.to(tl.float32), 0))
+        peak, _ = activate(highest, softcap, SOFTCAP)
         # `nothing` is 0. Taken in here, the chosen logit has arrived in every thread before this one
         # publishes.
         peak = peak * scale + (x_chosen.to(tl.int32, bitcast=True) & nothing).to(tl.float32)
@@ -209,6 +210,12 @@ def logit_rows_kernel(  # type: ignore[no-untyped-def]
         tilt = 0.0
         if ENTROPY:
             tilt = tl.sum(tilts, 0)
+        if not EVEN:
+            x, _ = activate(raw_edge, softcap, SOFTCAP)
+            power = tl.exp2(x * scale - base)
+            total += tl.sum(power, 0)
+            if ENTROPY:
+                tilt += tl.sum(power * tl.maximum(x * scale - base, -1e4), 0)
         at = words
         if not SINGLE:
             at = words + row.to(tl.int64) * slots
@@ -276,8 +283,8 @@ def logit_rows_kernel(  # type: ignore[no-untyped-def]
                     dz = _gradient(
                         again(raws[i], 2 * nothing, PACKED), scale, base, flat, steep, softcap, TILT, SOFTCAP
                     )
-                    write_tile(target, dz, lane + i * TILE, shift, width, EVEN, VEC, WHOLE)
-                if EDGES:
+                    write_tile(target, dz, lane + i * TILE, shift, width, EVEN, VEC)
+                if not EVEN:
                     dz = _gradient(raw_edge, scale, base, flat, steep, softcap, TILT, SOFTCAP)
                     tl.store(target + at_edge, dz.to(grad.dtype.element_ty), mask=in_edge)
                 if (chosen >= 0) & (chosen < TILE * TILES):
@@ -296,6 +303,6 @@ def logit_rows_kernel(  # type: ignore[no-untyped-def]
             if WRITE and ZEROS:
                 for i in tl.static_range(TILES):
                     zeros = tl.zeros((TILE,), tl.float32)
-                    write_tile(target, zeros, lane + i * TILE, shift, width, EVEN, VEC, WHOLE)
-                if EDGES:
+                    write_tile(target, zeros, lane + i * TILE, shift, width, EVEN, VEC)
+                if not EVEN:
                     tl.store(target + at_edge, tl.zeros((2 * VEC,), grad.dtype.element_ty), mask=in_edge)

@@ -101,41 +101,40 @@ def activate(raw, softcap, SOFTCAP: tl.constexpr):  # type: ignore[no-untyped-de
     return x, slope
 
 
+# A row may begin and end inside a vector of 16 bytes. A mask that differs within a vector would make all loads and
+# stores of a tile narrow, so tiles take whole vectors alone, and the ends are read and written one by one: `edges`.
 @triton.jit
-def read_tile(source, column, shift, vocab, begin, TILE: tl.constexpr, EVEN: tl.constexpr, VEC: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A tile of logits as stored, -inf outside the row.
-
-    A row that is not EVEN may begin and end inside a vector of VEC. Such a vector is read whole, since a mask that
-    differs within a vector would make the loads of the whole tile narrow, and what is another row's is dropped.
-    """
+def read_tile(  # type: ignore[no-untyped-def]
+    source, column, shift, vocab, width, begin, TILE: tl.constexpr, EVEN: tl.constexpr, VEC: tl.constexpr
+):
+    """A tile of logits as stored, without the row's `edges`; -inf outside the vocabulary."""
     if EVEN:
         raw = tl.load(source + column, mask=column < vocab, other=float("-inf"))
     else:
-        raw = tl.load(source + column, mask=column // VEC * VEC < vocab, other=float("-inf"))
-        if (begin < shift) | (begin + TILE > vocab):
-            raw = tl.where((column >= shift) & (column < vocab), raw, float("-inf"))
+        first = column // VEC * VEC
+        inside = (first >= shift) & (first + VEC <= width) & (first < vocab)
+        raw = tl.load(source + column, mask=inside, other=float("-inf"))
+        if begin + TILE > vocab:
+            raw = tl.where(column < vocab, raw, float("-inf"))
     return raw
 
 
 @triton.jit
-def write_tile(  # type: ignore[no-untyped-def]
-    target, values, column, shift, width, EVEN: tl.constexpr, VEC: tl.constexpr, WHOLE: tl.constexpr
-):
-    """Stores a tile of the gradient, padded columns included and nothing outside the row; if WHOLE, without `edges`."""
+def write_tile(target, values, column, shift, width, EVEN: tl.constexpr, VEC: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Stores a tile of the gradient, padded columns included, without the row's `edges`."""
     values = values.to(target.dtype.element_ty)
     if EVEN:
         tl.store(target + column, values, mask=column < width)
-    elif WHOLE:
+    else:
         first = column // VEC * VEC
         tl.store(target + column, values, mask=(first >= shift) & (first + VEC <= width))
-    else:
-        tl.store(target + column, values, mask=(column >= shift) & (column < width))
 
 
 @triton.jit
 def edges(shift, width, SIZE: tl.constexpr, VEC: tl.constexpr):  # type: ignore[no-untyped-def]
-    """(2 VEC columns, which of them lie in vectors that the row only has a part of, among the first SIZE columns)."""
+    """(2 VEC columns, which of them lie in vectors that the row has only a part of, among the first SIZE columns)."""
     lane = tl.arange(0, 2 * VEC)
     column = tl.where(lane < VEC, lane, width // VEC * VEC + lane - VEC)
-    partial = (lane < shift * VEC) | (lane >= VEC)  # the first vector, if the row begins inside it, and the last one
+    head = tl.minimum(shift, 1) * VEC  # > 0 if the row begins inside the first vector
+    partial = ((lane < VEC) & (lane < head)) | ((lane >= VEC) & (column >= head))  # the last may be the first
     return column, partial & (column >= shift) & (column >= 0) & (column < width) & (column < SIZE)
