@@ -291,9 +291,8 @@ def head_case(
     ids, old, advantages, weights = _tokens(n, t, vocab, device, gen)
     with torch.no_grad():
         old = _near(linear_logprobs(hidden, weight, ids)[0], gen)
-    half = weights * (
-        torch.arange(t, device=device) < t // 2
-    )  # the training path leaves the others out of the products
+    # the training path leaves the others out of the products
+    half = weights * (torch.arange(t, device=device) < t // 2)
 
     def through_logprobs(h: Tensor, some: Tensor = weights, count: int = n * t) -> Tensor:
         mask = None if some is weights else some != 0

@@ -91,14 +91,19 @@ def test_the_threshold_is_that_of_all_ranks():
     assert not torch.equal(alone, whole)
 
 
-@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30, None])
 @pytest.mark.parametrize("rows", [0, 1, 7])
 def test_one_rank_that_counts_is_one_rank_that_sorts(rows, scale):
     entropy, mask = _batch(n=rows)
-    entropy = (entropy * scale * 4).round() / 4 if scale == 1 else entropy * scale  # with ties, and tiny and huge
-    for keep in (0.01, 0.3, 0.77):
-        counted = entropy_mask(entropy, mask, keep=keep, min_tokens=1, all_reduce=lambda counts: None)
-        assert torch.equal(counted, entropy_mask(entropy, mask, keep=keep, min_tokens=1))
+    if scale is None:  # float32 numbers that follow one another
+        entropy = torch.randperm(entropy.numel(), dtype=torch.int32).add(0x3F7FFFC0).view(torch.float32).view_as(mask)
+    elif scale == 1:  # ties
+        entropy = (entropy * 4).round() / 4
+    else:
+        entropy = entropy * scale
+    for keep in (0.01, 0.3, 0.33, 0.77):
+        counted = entropy_mask(entropy, mask, keep=keep, all_reduce=lambda counts: None)
+        assert torch.equal(counted, entropy_mask(entropy, mask, keep=keep))
         assert counted.any() == mask.any()
 
 
