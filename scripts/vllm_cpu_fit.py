@@ -56,11 +56,19 @@ FIT = [
     "--model.rollout.engine=vllm",
     "--model.rollout.group_size=4",
     "--model.rollout.sampling.max_completion_length=12",
+    "--model.rewards=[vllm_cpu_fit.odd_digits]",
     "--model.lr_schedule.warmup_steps=0",
     "--model.loss.rollout_correction=token_truncate",
+    "--data.chat_template=false",  # vLLM's LoRA on a CPU copies the adapter once for every token of a prompt
+    "--data.prompt_template={question}=",
     "--data.prompts_per_step=4",
     "--data.val_prompts=0",
 ]
+
+
+def odd_digits(prompts: list[str], completions: list[str], **columns: object) -> list[float]:
+    """The share of odd digits and vowels: any model gets some of it, so every step moves the adapter."""
+    return [sum(character in "13579aeiou" for character in text) / max(len(text), 1) for text in completions]
 
 
 def main() -> int:
@@ -150,7 +158,8 @@ def _name(requirement: str) -> str:
 def environment(folder: Path) -> dict[str, str]:
     """Variables of every part; what is set outside wins."""
     defaults = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "2", "XDG_CACHE_HOME": str(folder / "cache")}
-    return defaults | dict(os.environ)
+    path = os.pathsep.join(filter(None, [str(ROOT / "scripts"), os.environ.get("PYTHONPATH")]))  # for the reward
+    return defaults | dict(os.environ) | {"PYTHONPATH": path}
 
 
 # ---- parts ----------------------------------------------------------------------------------------------------------
@@ -184,7 +193,7 @@ def run_fit(python: Path, folder: Path, *extra: str) -> str:
     )
     # The first rollout comes before any step: there is no movement yet. Every later hand-over must be seen as fresh.
     fresh = all(value is not None and abs(value - 1) < 0.1 for value in probes[1:])
-    moved = any(line["train/grad_norm"] > 0 for line in steps)
+    moved = all(line["train/grad_norm"] > 0 for line in steps)
     held = len(steps) == STEPS and fresh and moved and 0 < max(mismatch) < MAX_MISMATCH
     return figures if held else f"FAILED: {figures}"
 

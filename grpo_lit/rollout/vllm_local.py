@@ -45,6 +45,8 @@ class LocalBackend:
     def __init__(
         self, location: str, config: VLLMConfig, *, device: torch.device, dtype: torch.dtype, max_lora_rank: int | None
     ) -> None:
+        import torch._dynamo  # noqa: F401  reads its own variables now, not those meant for the engine's process
+
         on_gpu = device.type == "cuda"
         self.device_sleeps = config.sleep and on_gpu
         with _environment(_variables(config, device)), _child_ignores_ctrl_c(), new_children() as pids:
@@ -261,6 +263,8 @@ def _variables(config: VLLMConfig, device: torch.device) -> dict[str, str | None
         wanted["CUDA_VISIBLE_DEVICES"] = visible.split(",")[index] if visible else str(index)
     elif device.type == "cpu":
         wanted["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", str(torch.get_num_threads()))
+        if config.enforce_eager is not False:  # parts of its sampler are compiled all the same, for a minute and more
+            wanted["TORCHDYNAMO_DISABLE"] = os.environ.get("TORCHDYNAMO_DISABLE", "1")
     return wanted
 
 
