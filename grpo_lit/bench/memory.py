@@ -11,7 +11,6 @@ import csv
 import gc
 import importlib.metadata
 import json
-import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,10 +24,11 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from numpy.typing import NDArray
 from typing_extensions import override
 
+from grpo_lit.bench.options import BenchParser
 from grpo_lit.bench.shapes import SHAPES, write_model_folder
 from grpo_lit.callbacks.vram_profiler import PhaseMemory, VRAMProfiler
 from grpo_lit.datamodules.loader import PromptBatch
-from grpo_lit.errors import OneLineParser, UserError
+from grpo_lit.errors import UserError
 from grpo_lit.memory.allocator import expand_segments
 from grpo_lit.memory.fit import largest_micro_batch
 from grpo_lit.memory.plan import GIB, MIB
@@ -42,16 +42,15 @@ from grpo_lit.rollout import Rollout, SamplingConfig
 from grpo_lit.rollout.base import left_pad
 
 FIELDS = ("case", "phase", "predicted_mib", "allocated_mib", "reserved_mib", "ratio", "seconds")
+_CAP = "7.4GiB"  # what a desktop leaves of a card of 8 GiB
 _PHASES = ("load", "rollout", "score", "train", "optimizer")
 
 
 def main(argv: Sequence[str]) -> int:
     """Measure each case, print its table, write the CSV."""
     options, overrides = _parse(argv)
-    on_cuda = torch.cuda.is_available() and not options.cpu
+    on_cuda = _on_cuda(options)
     if on_cuda:
-        if options.no_expandable:
-            os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:False")
         limit(options.cap)
     print(_headline(options, on_cuda), flush=True)
     rows: list[dict[str, Any]] = []
@@ -76,18 +75,18 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = OneLineParser(
+    parser = BenchParser(
         prog="grpo-lit bench memory",
         description=__doc__,
         epilog="Further arguments are those of grpo-lit fit, such as --model.policy.activation_offload true.",
     )
     parser.add_argument("--config", default="3060ti", help="configuration to run; 3060ti by default")
     parser.add_argument("--shape", default="1.5b", choices=sorted(SHAPES), help="model of this shape, random weights")
-    parser.add_argument("--cap", default="7.4GiB", help="memory of this process, as 7.4GiB")
-    parser.add_argument("--rows", type=int, default=4, help="completions of the one prompt of a step")
-    parser.add_argument("--prompt-tokens", type=int, default=128)
-    parser.add_argument("--completion-tokens", type=int, default=768, help="every completion has this length")
-    parser.add_argument("--optimizer-steps", type=int, default=5)
+    parser.add_argument("--cap", metavar="SIZE", help=f"memory of this process on a GPU; {_CAP} by default")
+    parser.option("--rows", type=int, default=4, least=2, help="completions of the one prompt of a step")
+    parser.option("--prompt-tokens", type=int, default=128, least=1)
+    parser.option("--completion-tokens", type=int, default=768, least=1, help="every completion has this length")
+    parser.option("--optimizer-steps", type=int, default=5, least=1)
     parser.add_argument(
         "--synthetic", action="store_true", help="random tokens instead of sampled ones: measures all but the rollout"
     )
@@ -98,13 +97,16 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument("--csv", type=csv_argument, help="file for the rows of the tables")
     parser.add_argument("--cpu", action="store_true", help="on the CPU, where only the host's memory is measured")
-    parser.add_argument("--no-expandable", action="store_true", help="torch's own allocator settings")
     options, rest = parser.parse_known_args(list(argv))
-    options.cap = parse_bytes(options.cap, argument="--cap")
-    for name in ("rows", "prompt_tokens", "completion_tokens", "optimizer_steps"):
-        if getattr(options, name) < (2 if name == "rows" else 1):
-            raise UserError(f"--{name.replace('_', '-')}", getattr(options, name), "at least 1, and 2 rows")
+    cap = parse_bytes(options.cap or _CAP, argument="--cap")
+    if options.cap is not None and not _on_cuda(options):
+        raise UserError("--cap", options.cap, "only where a CUDA GPU is measured")
+    options.cap = cap
     return options, rest
+
+
+def _on_cuda(options: argparse.Namespace) -> bool:
+    return torch.cuda.is_available() and not options.cpu
 
 
 def limit(cap: int) -> None:

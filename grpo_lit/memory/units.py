@@ -13,16 +13,16 @@ _SIZE = re.compile(r"([0-9]*\.?[0-9]+)\s*([kmgt])(i?b)?", re.IGNORECASE)
 def parse_bytes(text: str, *, argument: str = "--vram") -> int:
     """Bytes of a size such as 8GiB, 7.4G or 600 MiB; units are powers of 1024, since memory is sold so.
 
-    >>> parse_bytes("8GiB") == 8 * 2**30, parse_bytes("7.5g") == 15 * 2**29, parse_bytes("1k")
-    (True, True, 1024)
+    >>> parse_bytes("8GiB") == 8 * 2**30, parse_bytes("7.5g") == 15 * 2**29, parse_bytes("2048k")
+    (True, True, 2097152)
 
     Raises:
-        UserError: no size above 0, or no unit: 8 bytes are never meant.
+        UserError: no size, no unit (8 bytes are never meant), or less than 1 MiB.
     """
     match = _SIZE.fullmatch(str(text).strip())
     size = float(match.group(1)) * _UNITS[match.group(2).lower()] if match else 0.0
-    if not 1 <= size < 2**60:
-        raise UserError(argument, text, "a size such as 8GiB or 7400MiB")
+    if not 2**20 <= size < 2**60:
+        raise UserError(argument, text, "a size from 1MiB on, such as 8GiB or 7400MiB")
     return int(size)
 
 

@@ -345,9 +345,16 @@ def test_a_reader_that_has_read_enough_sees_no_traceback() -> None:
 
 
 def test_a_limit_that_is_no_size(capsys: pytest.CaptureFixture[str]) -> None:
-    code, error = one_line(capsys, ["bench", "memory", "--cap=much"])
+    for size in ("much", "1kB"):
+        code, error = one_line(capsys, ["bench", "memory", f"--cap={size}"])
+        assert code == 2
+        assert f"--cap='{size}': accepted is a size from 1MiB on" in error
+
+
+def test_a_limit_that_nothing_is_held_to(capsys: pytest.CaptureFixture[str]) -> None:
+    code, error = one_line(capsys, ["bench", "memory", "--cpu", "--cap=4GiB"])
     assert code == 2
-    assert "--cap='much': accepted is a size such as 8GiB" in error
+    assert "--cap='4GiB': accepted is only where a CUDA GPU is measured" in error
 
 
 def test_a_file_that_can_t_be_written_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

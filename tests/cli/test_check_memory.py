@@ -94,7 +94,7 @@ def test_a_budget_needs_no_gpu(capsys: pytest.CaptureFixture[str], r1: Path) -> 
     assert "MiB at the peak" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("value", ["0", "8", "-1GiB", "much", ""])
+@pytest.mark.parametrize("value", ["0", "8", "-1GiB", "1kB", "much", ""])
 def test_a_budget_that_is_no_size(value: str, capsys: pytest.CaptureFixture[str], r1: Path) -> None:
     assert main(["check", "--config=3060ti", f"--vram={value}", f"--model.policy.path={r1}", *FIXED]) == 2
     assert "--vram" in capsys.readouterr().err
