@@ -6,6 +6,7 @@ import json
 import re
 import runpy
 import shlex
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -94,3 +95,18 @@ def test_a_figure_is_what_its_command_draws(name: str, tmp_path: Path, monkeypat
         if f"version{matplotlib.__version__}," in committed.info.get("Software", ""):
             difference = np.asarray(drawn.convert("RGB")).astype(int) - np.asarray(committed.convert("RGB"))
             assert np.abs(difference).max() <= 2
+
+
+def test_a_page_is_pictured_without_its_empty_end(tmp_path: Path) -> None:
+    script = runpy.run_path(str(ROOT / "scripts" / "screenshots.py"))
+    if not any(map(shutil.which, script["BROWSERS"])):
+        pytest.skip("needs Chromium or Chrome")
+    page = tmp_path / "page.html"
+    page.write_text("<body style='margin: 0'><div style='background: #00f; width: 50%; height: 100px'></div>")
+    script["picture"](page.as_uri(), tmp_path / "page.png", (400, 300))
+    with Image.open(tmp_path / "page.png") as picture:
+        assert picture.size == (400, 124)
+        pixels = np.asarray(picture.convert("RGB"))
+    assert (pixels[:100, :200] == (0, 0, 255)).all()
+    assert (pixels[101:] == 255).all()
+    assert (pixels[:, 201:] == 255).all()
