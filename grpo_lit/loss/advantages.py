@@ -54,19 +54,10 @@ def group_advantages(
     Raises:
         UserError: for an unknown scale, a negative eps, infinite rewards or shapes that don't match.
     """
-    if scale not in ADVANTAGE_SCALES:
-        raise UserError("model.loss.advantage_scale", scale, " | ".join(ADVANTAGE_SCALES))
-    if not 0 <= eps < float("inf"):
-        raise UserError("model.loss.advantage_eps", eps, "a finite number >= 0")
-    if rewards.dim() != 1 or rewards.shape != group_ids.shape:
-        accepted = f"shape (N,) like group_ids {tuple(group_ids.shape)}"
-        raise UserError("rewards", tuple(rewards.shape), accepted)
-    if torch.isinf(rewards).any():
-        raise UserError("rewards", "inf", "finite numbers, or NaN where no reward function had an opinion")
+    _check(rewards, group_ids, scale, eps)
     dtype = torch.float64 if rewards.dtype == torch.float64 else torch.float32
     if rewards.numel() == 0:
         return rewards.to(dtype)
-
     kept = ~torch.isnan(rewards)
     values = torch.where(kept, rewards, 0).double()
     groups, index = torch.unique(group_ids, return_inverse=True)  # index (N,): 0 .. number of groups - 1
@@ -76,19 +67,33 @@ def group_advantages(
     centred = torch.where(kept, values - mean[index], 0)
     varied = kept & ~_is_flat(values, kept, index, groups.numel())[index]
 
-    advantages = centred
-    if leave_one_out:
-        advantages = advantages * (count / (count - 1).clamp(min=1))[index]
+    advantages = centred * (count / (count - 1).clamp(min=1))[index] if leave_one_out else centred
     if scale == "group":
         variance = zeros.index_add(0, index, centred.square()) / (count - correction).clamp(min=1)
         advantages = advantages / _spread(variance, eps, eps_inside_root)[index]
     elif scale == "batch":
-        total = kept.sum().double()
-        deviation = torch.where(kept, values - values.sum() / total.clamp(min=1), 0)
-        variance = deviation.square().sum() / (total - correction).clamp(min=1)
-        advantages = advantages / _spread(variance, eps, eps_inside_root)
+        advantages = advantages / _spread(_variance(values, kept, correction), eps, eps_inside_root)
     # where, not a product: a flat group with eps = 0 divided 0 by 0 above
     return torch.where(varied, advantages, 0).to(dtype)
+
+
+def _check(rewards: Tensor, group_ids: Tensor, scale: str, eps: float) -> None:
+    if scale not in ADVANTAGE_SCALES:
+        raise UserError("model.loss.advantage_scale", scale, " | ".join(ADVANTAGE_SCALES))
+    if not 0 <= eps < float("inf"):
+        raise UserError("model.loss.advantage_eps", eps, "a finite number >= 0")
+    if rewards.dim() != 1 or rewards.shape != group_ids.shape:
+        accepted = f"shape (N,) like group_ids {tuple(group_ids.shape)}"
+        raise UserError("rewards", tuple(rewards.shape), accepted)
+    if torch.isinf(rewards).any():
+        raise UserError("rewards", "inf", "finite numbers, or NaN where no reward function had an opinion")
+
+
+def _variance(values: Tensor, kept: Tensor, correction: int) -> Tensor:
+    """Of all kept values, about their common mean."""
+    total = kept.sum().double()
+    deviation = torch.where(kept, values - values.sum() / total.clamp(min=1), 0)
+    return deviation.square().sum() / (total - correction).clamp(min=1)
 
 
 def multi_reward_advantages(

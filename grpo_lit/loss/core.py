@@ -85,16 +85,8 @@ def grpo_loss(
         if selection is None:
             selection = select_tokens(batch.logp, _as_rows(advantages), batch.mask, entropy=entropy, config=config)
         policy = _apply_selection(policy, selection, batch)
-
-    weight = torch.where(batch.live, weights.to(batch.logp.dtype), 0)
-    parts = {"policy_loss": (weight * policy).sum()}
-    kl = None
-    if config.beta > 0 and ref_logprobs is not None:
-        kl = _reference_kl(batch, ref_logprobs, config)
-        parts["kl_loss"] = config.beta * (weight * kl).sum()
-    if entropy is not None and config.entropy_coef != 0:
-        nats = torch.where(batch.live, entropy.to(batch.logp.dtype), 0)
-        parts["entropy_loss"] = -config.entropy_coef * (weight * nats).sum()
+    kl = _reference_kl(batch, ref_logprobs, config)
+    parts = _weighted_sums(batch, policy, kl, weights, entropy, config)
     loss = torch.stack(list(parts.values())).sum()
     totals = loss_totals(
         {"loss": loss, **parts},
@@ -202,7 +194,9 @@ def _apply_selection(policy: Tensor, selection: TokenSelection, batch: _Batch) -
     return policy + coef * moved.abs()
 
 
-def _reference_kl(batch: _Batch, ref_logprobs: Tensor, config: LossConfig) -> Tensor:
+def _reference_kl(batch: _Batch, ref_logprobs: Tensor | None, config: LossConfig) -> Tensor | None:
+    if config.beta == 0 or ref_logprobs is None:
+        return None
     ref = torch.where(batch.live, ref_logprobs.detach().to(batch.logp.dtype), 0)
     kl = k3_kl(torch.where(batch.live, batch.logp, 0), ref)
     if config.kl_weighted:
@@ -210,6 +204,20 @@ def _reference_kl(batch: _Batch, ref_logprobs: Tensor, config: LossConfig) -> Te
         log_ratio = objectives.leveled_log_ratio(batch.logp, batch.old, batch.mask, config.ratio)
         kl = kl * torch.where(batch.live, log_ratio, 0).clamp(max=MAX_LOG_RATIO).exp()
     return kl
+
+
+def _weighted_sums(
+    batch: _Batch, policy: Tensor, kl: Tensor | None, weights: Tensor, entropy: Tensor | None, config: LossConfig
+) -> dict[str, Tensor]:
+    """The parts of the loss, by the names of their metrics."""
+    weight = torch.where(batch.live, weights.to(batch.logp.dtype), 0)
+    parts = {"policy_loss": (weight * policy).sum()}
+    if kl is not None:
+        parts["kl_loss"] = config.beta * (weight * kl).sum()
+    if entropy is not None and config.entropy_coef != 0:
+        nats = torch.where(batch.live, entropy.to(batch.logp.dtype), 0)
+        parts["entropy_loss"] = -config.entropy_coef * (weight * nats).sum()
+    return parts
 
 
 def _check_shapes(

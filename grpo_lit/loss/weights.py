@@ -57,8 +57,7 @@ def token_weights(
     if completion_mask.dim() != 2 or group_ids.shape != completion_mask.shape[:1]:
         shapes = (tuple(completion_mask.shape), tuple(group_ids.shape))
         raise UserError("completion_mask, group_ids", shapes, "shapes (N, T) and (N,)")
-    mask = completion_mask.bool()
-    lengths = mask.sum(dim=1).double()  # (N,)
+    lengths = completion_mask.bool().sum(dim=1).double()  # (N,)
     rows = _total(num_rows, (lengths > 0).sum(), "num_rows")
     tokens = _total(num_tokens, lengths.sum(), "num_tokens")
     safe_lengths = lengths.clamp(min=1)
@@ -72,10 +71,9 @@ def token_weights(
         row_weights = safe_lengths.pow(alpha - 1) / rows
     else:
         if max_completion_length is None or max_completion_length < 1:
-            accepted = ">= 1 with reduction='fixed_length'"
-            raise UserError("max_completion_length", max_completion_length, accepted)
+            raise UserError("max_completion_length", max_completion_length, ">= 1 with reduction='fixed_length'")
         row_weights = (1 / (rows * max_completion_length)).expand_as(lengths)
-    return torch.where(mask, row_weights[:, None], 0).float()
+    return torch.where(completion_mask.bool(), row_weights[:, None], 0).float()
 
 
 def _total(given: int | Tensor | None, here: Tensor, name: str) -> Tensor:
