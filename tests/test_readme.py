@@ -168,3 +168,26 @@ def test_the_reading_takes_an_afternoon() -> None:
     assert said is not None
     lines = sum(len((ROOT / "grpo_lit" / file).read_text().splitlines()) for file in files)
     assert abs(lines / int(said[1].replace(",", "")) - 1) < 0.1, lines
+
+
+def test_numbers_of_a_table_are_in_the_record_before_it() -> None:
+    """A cell that is one number of three digits or more, in its rounding, stands in a record that the text links to."""
+    checked, wrong = 0, []
+    recorded: list[float] = []
+    for line in README.splitlines():
+        files = re.findall(r"\]\((docs/results/[^)]+)\)", line)
+        if line.startswith("#"):
+            recorded = []
+        elif files:
+            texts = [(ROOT / file).read_text(encoding="utf-8") for file in files]
+            recorded = [float(number) for text in texts for number in re.findall(r"\d+\.?\d*(?:e-?\d+)?", text)]
+        if recorded and line.startswith("|"):
+            for cell in line.strip("|").split("|")[1:]:
+                number = re.fullmatch(r"([\d,]+(?:\.(\d+))?)(?: (?:s|ms|MiB))?", cell.strip())
+                if number and len(re.sub(r"\D", "", number[1]).lstrip("0")) >= 3:
+                    value, half = float(number[1].replace(",", "")), 0.501 * 10.0 ** -len(number[2] or "")
+                    checked += 1
+                    if not any(abs(value - known) <= half for known in recorded):
+                        wrong.append((value, line))
+    assert wrong == []
+    assert checked > 60
