@@ -241,7 +241,8 @@ def run_killed(python: Path, folder: Path) -> str:
     for kind in ("kill", "oom"):
         run = folder / "runs" / kind
         shutil.rmtree(run, ignore_errors=True)
-        command = [*FIT, "--checkpoint.every_n_rollout_steps=1", f"--trainer.default_root_dir={run}"]
+        command = [*FIT, "--oom_replay=true", "--checkpoint.every_n_rollout_steps=1"]
+        command += [f"--trainer.default_root_dir={run}"]
         starts = [[python, "-c", BROKEN, kind, *command]]
         if kind == "kill":
             starts.append([python, "-m", "grpo_lit", *command, "--ckpt_path=last"])
