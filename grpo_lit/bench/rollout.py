@@ -20,52 +20,32 @@ import torch
 import transformers
 
 from grpo_lit.bench import rollout_cases as cases
+from grpo_lit.bench.options import BenchParser
 from grpo_lit.bench.rollout_breakdown import breakdown, lines
 from grpo_lit.bench.shapes import SHAPES
-from grpo_lit.errors import OneLineParser, SystemFault, UserError
-from grpo_lit.paths import csv_argument
+from grpo_lit.errors import SystemFault
+from grpo_lit.paths import csv_argument, image_argument
 from grpo_lit.rollout.model_reader import weight_bytes
 from grpo_lit.rollout.stats import copy_bandwidth
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = OneLineParser(prog="grpo-lit bench rollout", description=__doc__.splitlines()[0])
+def _parser() -> BenchParser:
+    parser = BenchParser(prog="grpo-lit bench rollout", description=__doc__.splitlines()[0])
     on_cuda = torch.cuda.is_available()
-    parser.add_argument("--shape", default="1.5b" if on_cuda else "tiny", help=" | ".join(SHAPES))
-    parser.add_argument("--engines", nargs="+", default=cases.installed_engines(), metavar="NAME")
-    parser.add_argument(
-        "--formats", nargs="+", default=["bf16", "nf4+lora"], metavar="F", help=" | ".join(cases.FORMATS)
-    )
-    parser.add_argument("--rows", nargs="+", type=int, default=[4, 16, 32, 128] if on_cuda else [3], metavar="R")
-    parser.add_argument("--tokens", nargs="+", type=int, default=[256, 768] if on_cuda else [8], metavar="T")
-    parser.add_argument("--prompt-tokens", type=int, default=128 if on_cuda else 70)
-    parser.add_argument("--samples", type=int, default=3, help="timed rollouts of each size (default 3)")
-    parser.add_argument("--hf-tokens", type=int, help="time hf on so many tokens a row at most (it takes minutes)")
+    parser.option("--shape", default="1.5b" if on_cuda else "tiny", among=list(SHAPES))
+    parser.option("--engines", nargs="+", default=cases.installed_engines(), among=cases.installed_engines())
+    parser.option("--formats", nargs="+", default=["bf16", "nf4+lora"], among=cases.FORMATS)
+    parser.option("--rows", nargs="+", type=int, default=[4, 16, 32, 128] if on_cuda else [3], metavar="R", least=1)
+    parser.option("--tokens", nargs="+", type=int, default=[256, 768] if on_cuda else [8], metavar="T", least=1)
+    parser.option("--prompt-tokens", type=int, default=128 if on_cuda else 70, least=1)
+    parser.option("--samples", type=int, default=3, least=1, help="timed rollouts of each size (default 3)")
+    text = "time hf on so many tokens a row at most (it takes minutes)"
+    parser.option("--hf-tokens", type=int, least=1, needs="--engines hf", help=text)
     parser.add_argument("--breakdown", action="store_true", help="where a step's time goes, kernel by kernel (CUDA)")
     parser.add_argument("--csv", type=csv_argument, help="write every row with GPU, versions and date to this file")
-    parser.add_argument("--plot", type=Path, help="write ms per step against rows to this image")
+    parser.add_argument("--plot", type=image_argument, help="write ms per step against rows to this image")
     parser.add_argument("--json", action="store_true", help="print the rows as JSON, and nothing else")
     return parser
-
-
-def _check(options: argparse.Namespace) -> None:
-    for name, values, accepted in (
-        ("--shape", [options.shape], list(SHAPES)),
-        ("--engines", options.engines, cases.installed_engines()),
-        ("--formats", options.formats, list(cases.FORMATS)),
-    ):
-        for value in values:
-            if value not in accepted:
-                raise UserError(name, value, " | ".join(accepted))
-    for name in ("rows", "tokens"):
-        for value in getattr(options, name):
-            if value < 1:
-                raise UserError(f"--{name}", value, ">= 1")
-    for name in ("prompt_tokens", "samples"):
-        if getattr(options, name) < 1:
-            raise UserError("--" + name.replace("_", "-"), getattr(options, name), ">= 1")
-    if options.breakdown and not torch.cuda.is_available():
-        raise SystemFault("--breakdown reads the times of CUDA kernels; there is no CUDA device")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -75,7 +55,8 @@ def main(argv: Sequence[str]) -> int:
         argv: arguments after ``grpo-lit bench rollout``.
     """
     options = _parser().parse_args(argv)
-    _check(options)
+    if options.breakdown and not torch.cuda.is_available():
+        raise SystemFault("--breakdown reads the times of CUDA kernels; there is no CUDA device")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     context = _context(device)
     show = (lambda line: None) if options.json else (lambda line: print(line, flush=True))

@@ -33,11 +33,25 @@ def test_engines_side_by_side_with_csv_and_plot(tmp_path: Path, capsys: pytest.C
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [(["--rows", "0"], "--rows=0"), (["--engines", "tgi"], "graph . hf"), (["--samples", "0"], "--samples=0")],
+    [
+        (["--rows", "3", "0"], "--rows=.*at least 1"),
+        (["--engines", "tgi"], "graph . hf"),
+        (["--samples", "0"], "--samples=0"),
+        (["--hf-tokens", "0"], "--hf-tokens=0.*at least 1"),
+        (["--engines", "graph", "--hf-tokens", "8"], "--hf-tokens=8.*only with --engines hf"),
+    ],
 )
 def test_mistakes_are_told(options: list[str], message: str) -> None:
     with pytest.raises(UserError, match=message):
         main(options)
+
+
+def test_an_image_s_ending_is_checked_before_anything_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--plot", str(tmp_path / "new" / "x.zzz")])
+    assert ended.value.code == 2
+    assert "--plot" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing without CUDA")
