@@ -42,10 +42,38 @@ def run_trl(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     folder = _weights(options.shape, scratch / "model", dtype, "cuda" if on_cuda else "cpu")
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
     watch = _Watch(on_cuda)
+    parts = max(1, options.prompts * options.rows // options.micro_batch)
+    trainer = _timed(trl.GRPOTrainer, watch)(
+        model=str(folder),
+        reward_funcs=noise,
+        args=_settings(trl.GRPOConfig, options, parts, str(scratch / "out"), dtype),
+        train_dataset=Dataset.from_dict({"prompt": _prompts(tokenizer, options.prompts, options.prompt_tokens)}),
+        processing_class=tokenizer,
+        quantization_config=BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=dtype,
+        ),
+        peft_config=LoraConfig(
+            r=16, lora_alpha=32, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"], task_type="CAUSAL_LM"
+        ),
+        callbacks=[_marks(TrainerCallback, watch, parts)],
+    )
+    note("model loaded")
+    _warm_up(trainer.model, options.rows)
+    note("warmed up")
+    trainer.train()
+    lengths = [
+        line["completions/mean_length"] for line in trainer.state.log_history if "completions/mean_length" in line
+    ]
+    return watch.result(parts) | {"completion_length": lengths[0] if lengths else None, "kernels": None}
 
-    class Timed(trl.GRPOTrainer):  # type: ignore[misc, name-defined]
-        """Times TRL's own methods from outside."""
 
+def _timed(trainer: Any, watch: _Watch) -> Any:
+    """TRL's trainer, whose own methods are timed from outside."""
+
+    class Timed(trainer):  # type: ignore[misc]
         def _generate_and_score_completions(self, inputs: Any) -> Any:
             found = watch.timed("generate", super()._generate_and_score_completions, inputs)
             note(f"generated: {watch.seconds['generate'][-1]:.3f} s")
@@ -59,9 +87,13 @@ def run_trl(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
         def training_step(self, *args: Any, **kwargs: Any) -> Any:
             return watch.timed("training_step", super().training_step, *args, **kwargs)
 
-    class Steps(TrainerCallback):
-        """Notes when an optimizer step begins and ends."""
+    return Timed
 
+
+def _marks(callback: Any, watch: _Watch, parts: int) -> Any:
+    """Notes when an optimizer step begins and ends."""
+
+    class Marks(callback):  # type: ignore[misc]
         def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
             watch.mark("before optimizer")
 
@@ -69,9 +101,14 @@ def run_trl(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
             watch.mark("after optimizer")
             note(f"optimizer step after parts of {[round(s, 3) for s in watch.seconds['training_step'][-parts:]]} s")
 
-    parts = max(1, options.prompts * options.rows // options.micro_batch)
-    config = trl.GRPOConfig(
-        output_dir=str(scratch / "out"),
+    return Marks()
+
+
+def _settings(kind: Any, options: argparse.Namespace, parts: int, folder: str, dtype: torch.dtype) -> Any:
+    """TRL's own settings for two optimizer steps over one batch of completions."""
+    on_cuda = dtype == torch.bfloat16
+    return kind(
+        output_dir=folder,
         per_device_train_batch_size=options.micro_batch,
         gradient_accumulation_steps=parts,
         num_generations=options.rows,
@@ -91,32 +128,6 @@ def run_trl(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
         disable_tqdm=True,
         model_init_kwargs={"dtype": dtype} | ({"device_map": {"": 0}} if on_cuda else {}),
     )
-    quantization = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=dtype,
-    )
-    trainer = Timed(
-        model=str(folder),
-        reward_funcs=noise,
-        args=config,
-        train_dataset=Dataset.from_dict({"prompt": _prompts(tokenizer, options.prompts, options.prompt_tokens)}),
-        processing_class=tokenizer,
-        quantization_config=quantization,
-        peft_config=LoraConfig(
-            r=16, lora_alpha=32, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"], task_type="CAUSAL_LM"
-        ),
-        callbacks=[Steps()],
-    )
-    note("model loaded")
-    _warm_up(trainer.model, options.rows)
-    note("warmed up")
-    trainer.train()
-    lengths = [
-        line["completions/mean_length"] for line in trainer.state.log_history if "completions/mean_length" in line
-    ]
-    return watch.result(parts) | {"completion_length": lengths[0] if lengths else None, "kernels": None}
 
 
 def _warm_up(model: Any, rows: int) -> None:
