@@ -183,3 +183,16 @@ def test_mistakes_are_named(change, named):
     arguments = {"hidden": hidden, "lm_head_weight": weight, "completion_ids": ids} | change
     with pytest.raises(UserError, match=named):
         linear_logprobs(**arguments)
+
+
+def test_a_long_row_adds_up_to_one():
+    """50,000 tokens: the sum of a softmax taken in single steps would be 1e-5 off, and with it every gradient."""
+    gen = torch.Generator().manual_seed(3)
+    logits, ids = 4 * torch.randn(8, 50_000, generator=gen), torch.randint(50_000, (8,), generator=gen)
+    hidden, bias = torch.eye(8), torch.zeros(50_000, requires_grad=True)  # the logits are the weight, rounded nowhere
+    logprobs, _ = linear_logprobs(hidden, logits.T.contiguous(), ids, bias=bias, impl="torch")
+    truth = logits.double().log_softmax(-1).gather(-1, ids[:, None]).squeeze(-1)
+    assert float((logprobs.detach() - truth).abs().max()) < 5e-6
+    (gradient,) = torch.autograd.grad(logprobs.sum(), bias)  # the sum over rows of 1[v = a] - p_v
+    assert float(gradient.abs().sum()) > 1
+    assert abs(float(gradient.double().sum())) < 4e-6
