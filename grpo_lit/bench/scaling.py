@@ -25,8 +25,9 @@ from pathlib import Path
 import torch
 
 from grpo_lit.bench import ragged
+from grpo_lit.bench.options import BenchParser
 from grpo_lit.bench.shapes import SHAPES, write_model_folder
-from grpo_lit.errors import OneLineParser, SystemFault, UserError
+from grpo_lit.errors import SystemFault, UserError
 from grpo_lit.paths import csv_argument
 
 FIELDS = ("scaling", "devices", "rows", "step_s", "tokens_per_s", "ratio", "allreduce_share", "rank_wait_s")
@@ -71,6 +72,7 @@ def main(argv: Sequence[str]) -> int:
                 if devices == 1:
                     measured = base
                 elif scaling == "strong" and prompts % devices and options.layout == "groups":
+                    print(f"strong   {devices} device(s): left out, {prompts} whole groups are no equal shares of them")
                     continue
                 else:
                     measured = _fit(options, accelerator, folder, Path(scratch), devices, prompts)
@@ -113,39 +115,26 @@ def _write_csv(path: Path | None, fields: Sequence[str], rows: Sequence[dict[str
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = OneLineParser(prog="grpo-lit bench scaling", description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--devices", type=int, nargs="+", default=[1, 2])
+    parser = BenchParser(prog="grpo-lit bench scaling", description=(__doc__ or "").split("\n\n")[0])
+    option, layouts = parser.option, ("groups", "split", "queue")
+    option("--devices", type=int, nargs="+", default=[1, 2], least=1)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="1.5b")
-    parser.add_argument("--prompts", type=int, default=4, help="prompts of a step on one device")
-    parser.add_argument("--group_size", type=int, default=4)
-    parser.add_argument("--tokens", type=int, default=768, help="tokens of each completion")
-    parser.add_argument("--micro_batch_size", type=int, default=4)
-    parser.add_argument("--layout", choices=["groups", "split"], default="groups")
-    parser.add_argument("--steps", type=int, default=3, help="steps timed (of each layout), after one that is not")
-    parser.add_argument("--ragged", type=int, default=None, help="mean length of completions that end at random")
-    parser.add_argument(
-        "--layouts",
-        nargs="+",
-        choices=["groups", "split", "queue"],
-        default=["groups", "split", "queue"],
-        help="compared with --ragged",
-    )
-    parser.add_argument("--rows_in_flight", type=int, default=None, help="with --ragged: of a rank; all by default")
+    option("--prompts", type=int, default=4, least=1, help="prompts of a step on one device")
+    option("--group_size", type=int, default=4, least=2, help="completions of each prompt")
+    option("--tokens", type=int, default=768, least=1, help="tokens of each completion")
+    option("--micro_batch_size", type=int, default=4, least=1)
+    option("--layout", default="groups", among=layouts[:2], without="--ragged")
+    option("--steps", type=int, default=10, least=1, help="steps timed (of each layout), after one that is not")
+    option("--ragged", type=int, least=1, help="mean length of completions that end at random, cut at --tokens")
+    option("--layouts", nargs="+", default=list(layouts), among=layouts, needs="--ragged")
+    option("--rows_in_flight", type=int, least=1, needs="--ragged", help="of a rank; all by default")
     parser.add_argument(
         "--cpu", action="store_true", help="processes on the CPU, in fp32: the same path, not its speed"
     )
     parser.add_argument("--csv", type=csv_argument, help="also write the table to this file")
     options = parser.parse_args(list(argv))
-    for name in ("prompts", "group_size", "tokens", "micro_batch_size", "steps"):
-        if getattr(options, name) < 1:
-            raise UserError(f"--{name}", getattr(options, name), "at least 1")
-    for name in ("ragged", "rows_in_flight"):
-        if getattr(options, name) is not None and getattr(options, name) < 1:
-            raise UserError(f"--{name}", getattr(options, name), "at least 1")
-    if options.rows_in_flight is not None and options.ragged is None:
-        raise UserError("--rows_in_flight", options.rows_in_flight, "with --ragged")
-    if min(options.devices) < 1:
-        raise UserError("--devices", options.devices, "at least 1")
+    if options.ragged is not None and max(options.devices) < 2:
+        raise UserError("--devices", max(options.devices), "2 or more with --ragged: one rank waits for nobody")
     return options
 
 
