@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from grpo_lit.errors import SystemFault, UserError
 from grpo_lit.gguf_files import read_once
+from grpo_lit.hub import announce_download
 from grpo_lit.model_source import ModelSource, load_model_config
 
 if TYPE_CHECKING:
@@ -41,6 +42,8 @@ def load_base_model(config: PolicyConfig, source: ModelSource, device: torch.dev
             model: PreTrainedModel = AutoModelForCausalLM.from_config(model_config, **common)
         draw_weights(model, device, DTYPES[config.dtype] if config.quantization == "nf4" else None)
         return model
+    if not source.is_local:
+        announce_download(source.location)
     try:
         with read_once(source.gguf_file):
             model = AutoModelForCausalLM.from_pretrained(

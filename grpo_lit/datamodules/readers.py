@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import logging
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -131,6 +132,7 @@ def read_hub(hub: str, config: str | None, split: str) -> Iterable[Row]:
     offline_if_unreachable()
     from datasets import load_dataset
 
+    logging.getLogger("datasets").setLevel(logging.ERROR)  # it warns that it reads its cache where there is no hub
     try:
         rows: Iterable[Row] = load_dataset(hub, config, split=split)
         return rows
