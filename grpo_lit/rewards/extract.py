@@ -23,7 +23,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from .normalize import clean, without_emphasis
+from .normalize import in_signs
+from .units import unit_named
 
 Source = Literal["boxed", "answer tag", "####", "phrase", "whole response", "last value", "none"]
 
@@ -47,11 +48,29 @@ _MATH = re.compile(
     re.DOTALL,
 )
 _NUMERAL = r"-?(?:\\?\$ ?)?-?(?:[0-9]+(?:[,\u00a0 ][0-9]{3})*(?:\.[0-9]+)?|\.[0-9]+)"
-_SEVERAL = rf"(?:(?:, {_NUMERAL}){{0,20}},? (?:or|and)(?: maybe| perhaps| possibly| even)? {_NUMERAL})*"
-_BARE_VALUE = re.compile(
-    rf"(?<![\w.\\^_{{/])(?P<value>{_NUMERAL}(?: ?[/:] ?[0-9]+(?:\.[0-9]+)?)?{_SEVERAL})"
-    r"(?P<unit> ?(?:\\?%|percent\b|pct\b))?"
+# In prose a value goes on until a word or the end of a sentence: signs, digits with letters at them, and the few words
+# that join numbers or make another of one (7 to 8, not 8, more than 8, 8 squared) belong to it: comparison will see.
+_ALTERING = (
+    r"(?:(?:is|was|are) )?(?:not|wrong|incorrect)|isn't|wasn't|never|neither|between|under|below|above|over|minus"
+    r"|negative|than|least|most|half|twice|double|triple|root|square|cube|squared|cubed|dozen|hundred|thousand|million|billion"
+    r"|trillion|percent|pct"
 )
+_JOINING = (
+    r"(?:[a-zA-Z]+ )?(?:or|nor|to)|(?:out )?of|and|through|by|but|plus|times|mod|xor|vs|versus|unless|instead|rather"
+    r"|maybe|perhaps|possibly|even|also|either"
+)
+_VALUE = r"[\d\uE000-\uF8FF]"  # a digit, or mathematics, for which a character of the private area stands
+_RUN = re.compile(
+    rf"(?:(?<!\w)\w*{_VALUE}\w*|{_VALUE}|\b(?:{_ALTERING}|{_JOINING})\b|(?![.;:?!](?:\s|$))[^\w\s\"]|[^\S\n])+",
+    re.IGNORECASE,
+)
+_PUNCTUATION = r"[\s,:;=*#&"
+_ENDS = re.compile(
+    rf"^(?:{_PUNCTUATION}\]}}]|-(?=\s)|\b(?:{_JOINING})\b)+"
+    rf"|(?<!{_PUNCTUATION}\[{{-])(?:{_PUNCTUATION}\[{{-]|\b(?:{_JOINING})\b)+$",
+    re.IGNORECASE,
+)
+_UNIT = re.compile(r"(?:square |cubic )?[a-zA-Z]+(?:(?: per | an? |/)[a-zA-Z]+)?(?:\^\{?[23]\}?)?")
 # A run of LaTeX without delimiters: it ends where a word, a new line or a sentence's punctuation stands.
 _BARE_MATH_TOKEN = re.compile(
     r"\\[a-zA-Z]+|\\[{}%]|[0-9]+(?:[.,][0-9]+)*|[-+*/^_=<>(){}\[\]|!]|(?<![a-zA-Z\\])[a-zA-Z](?![a-zA-Z])| +"
@@ -103,7 +122,7 @@ def final_answer(response: str) -> Extraction:
     tags = _ANSWER_TAG.findall(visible) if "nswer>" in visible.lower() else []
     if tags:
         return _found(tags[-1], "answer tag")
-    visible = without_emphasis(clean(visible))
+    visible = in_signs(visible)
     if "####" in visible:
         return _found(visible.rpartition("####")[2].strip().partition("\n")[0], "####")
     return _from_prose(visible.strip())
@@ -218,6 +237,8 @@ def _from_prose(text: str) -> Extraction:
     if phrases:
         tail = phrases[-1]["tail"].strip()
         sentence = _first_sentence(tail)
+        if re.fullmatch(r"\(?[A-J]\)?", sentence):
+            return _found(tail[:200], "phrase")  # with what follows the letter: perhaps the other options
         # "answer is to your question: the total is 5" holds its answer at the end, as any sentence does.
         candidate = sentence if not _is_sentence(sentence) else _last_value(sentence) or sentence
         return _found(candidate, "phrase")
@@ -251,28 +272,45 @@ def _is_sentence(text: str) -> bool:
 
 
 def _last_value(text: str) -> str | None:
-    """The last mathematics, between delimiters or bare, or the last number, whichever ends later."""
-    found: list[tuple[int, str]] = []
-    spans = []
-    for match in _MATH.finditer(text):
+    """The last mathematics, between delimiters or bare, or number, with all that belongs to it."""
+    values: list[str] = []
+
+    def hide(match: re.Match[str]) -> str:
         content = next(group for group in match.groups() if group is not None)
         words = _PROSE.findall(re.sub(r"\\[a-zA-Z]+\{[^{}]*\}|\\[a-zA-Z]+", " ", content))
         if match["d"] is not None and any(word.lower() not in _MATH_WORDS for word in words):
-            continue  # two dollar amounts and the words between them
-        spans.append(match.span())
-        found.append((match.end(), content.strip()))
-    del found[:-1]
+            return match[0]  # two dollar amounts and the words between them
+        return _hidden(content, values)
+
+    text = _MATH.sub(hide, text)
     if "\\" in text:
-        found.extend(_last_bare_math(text, spans[-1][1] if spans else 0))
-    for match in _BARE_VALUE.finditer(text, max([end for end, _ in found], default=0)):
-        found.append((match.end(), (match["value"] + (match["unit"] or "")).strip()))
-    return max(found)[1] if found else None
+        text = _hide_last_bare_math(text, values)
+    last = re.search(_VALUE, text[::-1])
+    if last is None:
+        return None
+    position = len(text) - last.end()
+    start, end = text.rfind("\n", 0, position) + 1, text.find("\n", position)
+    line = text[start : end if end >= 0 else None]
+    run = next(run for run in _RUN.finditer(line) if run.end() > position - start)
+    value = _ENDS.sub("", run[0])
+    if value.count("(") != value.count(")"):
+        value = value.strip("() ")
+    unit = _UNIT.match(line, run.end())
+    if unit and unit[0] != "in" and run[0].endswith(value + " ") and unit_named(unit[0]):
+        value += " " + unit[0]
+    return re.sub("[\ue000-\uf8ff]", lambda match: f" {values[ord(match[0]) - 0xE000]} ", value).strip()
 
 
-def _last_bare_math(text: str, start: int) -> list[tuple[int, str]]:
-    """The last run of tokens that holds a LaTeX command, behind ``start``."""
+def _hidden(content: str, values: list[str]) -> str:
+    """A character that stands for mathematics; 20,000 characters can't hold more spans than there are of these."""
+    values.append(content.strip())
+    return chr(0xE000 + len(values) - 1)
+
+
+def _hide_last_bare_math(text: str, values: list[str]) -> str:
+    """Hides the last run of tokens that holds a LaTeX command."""
     runs: list[list[int]] = []
-    for token in _BARE_MATH_TOKEN.finditer(text, start):
+    for token in _BARE_MATH_TOKEN.finditer(text):
         if runs and runs[-1][1] == token.start():
             runs[-1][1] = token.end()
         else:
@@ -280,5 +318,5 @@ def _last_bare_math(text: str, start: int) -> list[tuple[int, str]]:
     for begin, end in reversed(runs):
         run = text[begin:end]
         if re.search(r"\\[a-zA-Z]{2}", run):
-            return [(end, run.strip())]
-    return []
+            return f"{text[:begin]} {_hidden(run, values)} {text[end:]}"
+    return text

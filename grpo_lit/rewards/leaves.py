@@ -27,10 +27,14 @@ _FRACTION = re.compile(r"[-+]?[0-9]{1,40}/[0-9]{1,40}")
 _BASED = re.compile(r"([0-9A-F]+) ?_ ?(?:\{ ?([0-9]{1,2}) ?\}|([0-9]))|([0-9A-F]+)")
 _WORDS = re.compile(r"[a-zA-Z][a-zA-Z' .-]*[a-zA-Z]")
 _TEXT = re.compile(r"\\text\{([^{}]*)\}")
-_SCALE = re.compile(r"(-?\$? ?[0-9][0-9.]*) ?(?:\\text\{ ?)?(hundred|thousand|million|billion|trillion)(?: |\}|$)(.*)")
-_SCALES = {"hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+_SCALE = re.compile(
+    r"(-?\$? ?[0-9][0-9.]*) ?(?:\\text\{ ?)?(dozen|hundred|thousand|million|billion|trillion)(?: |\}|$)(.*)"
+)
+_SCALES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 _NUMBER_WORDS = dict(zero="0", one="1", two="2", three="3", four="4", five="5", six="6")
 _NUMBER_WORDS |= dict(seven="7", eight="8", nine="9", ten="10", eleven="11", twelve="12")
+_PARTS = dict(half=2, third=3, quarter=4, fourth=4, fifth=5, sixth=6, eighth=8, tenth=10)
+_PART = re.compile(rf"(?:({'|'.join(_NUMBER_WORDS)})[ -]|(?=half))({'|'.join(_PARTS)})s?")
 
 
 class Oracle(Protocol):
@@ -115,7 +119,7 @@ def same_leaf(gold: str, answer: str, oracle: Oracle) -> bool | None:
         verdict = compare(gold, answer)
         if verdict is not None:
             return verdict
-    return _same_quantity(_number_word(gold), _number_word(answer), oracle)
+    return _same_quantity(number_word(gold), number_word(answer), oracle)
 
 
 def plain_words(text: str) -> str | None:
@@ -146,9 +150,13 @@ def _same_in_base(gold: str, answer: str) -> bool | None:
     return digits and len(bases) == 1
 
 
-def _number_word(text: str) -> str:
+def number_word(text: str) -> str:
+    """Number words as digits: ``five`` is 5, ``two thirds`` 2/3, ``5 million`` 5000000; other texts as they are."""
     words = plain_words(text)
     if words is not None:
+        part = _PART.fullmatch(words)
+        if part:
+            return f"{_NUMBER_WORDS.get(part[1], 1)}/{_PARTS[part[2]]}"
         head, _, tail = words.partition(" ")
         return f"{_NUMBER_WORDS[head]} {tail}".strip() if head in _NUMBER_WORDS else text
     scale = _SCALE.fullmatch(text)

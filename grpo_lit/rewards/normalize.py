@@ -18,17 +18,24 @@ _LOWERED = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
 _GREEK = ["pi", "theta", "alpha", "beta", "gamma", "lambda", "mu", "omega", "phi"]
 _VULGAR = ["12", "13", "23", "14", "34", "15", "18"]
 _INVISIBLE = [*range(0x09), 0x0B, *range(0x0E, 0x20), *range(0x7F, 0xA0), 0xAD, 0x061C, 0x180E, 0xFEFF]
-_INVISIBLE += [*range(0x200B, 0x2010), *range(0x202A, 0x202F), *range(0x2060, 0x2070), *range(0xFE00, 0xFE10)]
+_INVISIBLE += [
+    *range(0x200B, 0x2010),
+    *range(0x202A, 0x202F),
+    *range(0x2060, 0x2070),
+    *range(0xFE00, 0xFE10),
+    *range(0xE000, 0xF900),
+]
 _CHARACTERS: dict[int, str | None] = {
     **dict.fromkeys(_INVISIBLE),
     **{code: chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)},  # full-width forms
     **dict.fromkeys([0xA0, 0x1680, *range(0x2000, 0x200B), 0x202F, 0x205F, 0x3000], " "),
     **dict.fromkeys(map(ord, "−‐‑‒–—﹣"), "-"),
-    **_pairs("×⋅·∙÷∗∕⁄", [r"\times ", r"\cdot ", r"\cdot ", r"\cdot ", "/", "*", "/", "/"]),
+    **_pairs("×⋅·∙÷∗∕⁄", [r"\times ", r"\cdot ", r"\cdot ", r"\cdot ", r"\div ", "*", "/", "/"]),
     **_pairs("≤≥⩽⩾≠≈≡", [r"\le ", r"\ge ", r"\le ", r"\ge ", r"\ne ", r"\approx ", r"\equiv "]),
     **_pairs("∞∪∩∈±∨∧", [r"\infty ", r"\cup ", r"\cap ", r"\in ", r"\pm ", " or ", " and "]),
     **_pairs("πθαβγλμωφ", [rf"\{name} " for name in _GREEK]),
     **_pairs("½⅓⅔¼¾⅕⅛", [rf"\frac{{{n[0]}}}{{{n[1]}}}" for n in _VULGAR]),
+    **_pairs("→⇒≃≅∼", [r"\to ", r"\to ", r"\approx ", r"\approx ", r"\approx "]),
     **_pairs("ℝ′’‘“”。，：∶", [r"\mathbb{R}", "'", "'", "'", '"', '"', ".", ",", ":", ":"]),
 }
 _ROOT_SIGN = re.compile(r"√\s*([0-9]+|[a-zA-Z]|\{[^{}]*\}|\([^()]*\))")
@@ -67,7 +74,8 @@ _COMMANDS = [
         ("degree|degrees", "°"),
         ("percent", "%"),
         ("dotsc|dotsb|ldots|dots|cdots", "..."),
-        ("boxed|fbox|therefore|implies|Rightarrow", " "),
+        ("implies|Rightarrow|rightarrow", r"\\to "),
+        ("boxed|fbox|therefore", " "),
     ]
 ]
 _PLAIN_NAMES = re.compile(
@@ -75,6 +83,12 @@ _PLAIN_NAMES = re.compile(
     r"|theta|alpha|beta|gamma|lambda|omega)(?![a-zA-Z])"
 )
 _EMPHASIS = re.compile(r"(?<![\w)\]}*])(\*\*|__)(?=\S)([^*_\n]+)(?<=\S)\1(?![\w(*])")
+_MINUS = re.compile(r"(?<![\w)\]}%$] )\b(?:minus|negative) ?(?=[0-9.$\\])", re.IGNORECASE)
+_ABOUT = re.compile(r"(?<![a-zA-Z}])~ ?(?=-?[0-9.])(?![0-9]{3}(?![0-9]))")
+_COMPARED = re.compile(
+    r"(?<=\b[a-z]) (?:(?:is|must be) )?(?:(greater|more|larger)|less|smaller) than (or equal to )?(?=[-0-9.$\\])",
+    re.IGNORECASE,
+)
 _SPACE_NOT_BETWEEN_WORDS = re.compile(r"(?<![0-9a-zA-Z]) | (?![0-9a-zA-Z])")
 
 
@@ -101,6 +115,17 @@ def without_emphasis(text: str) -> str:
     return _EMPHASIS.sub(r"\2", text) if "**" in text or "__" in text else text
 
 
+def in_signs(text: str) -> str:
+    """`clean`, without emphasis, and with words for a sign or an order as the sign.
+
+    >>> in_signs("**negative 8**"), in_signs("x is less than or equal to 2"), in_signs("9 minus 1")
+    ('-8', 'x <= 2', '9 minus 1')
+    """
+    text = _ABOUT.sub(r"\\approx ", text)
+    text = _MINUS.sub("-", without_emphasis(clean(text)))
+    return _COMPARED.sub(lambda m: f" {'>' if m[1] else '<'}{'=' if m[2] else ''} ", text)
+
+
 def normalise(text: str) -> str:
     r"""One spelling for one answer: no delimiters, sizes or fonts; known commands under one name.
 
@@ -112,7 +137,7 @@ def normalise(text: str) -> str:
     >>> normalise(r"\$60 \mathrm{~per~hour}")
     '$60 \\text{per hour}'
     """
-    text = without_emphasis(clean(text))
+    text = in_signs(text)
     if "matrix" not in text and "array" not in text and "cases" not in text:
         text = _DOUBLED_BACKSLASH.sub(r"\\", text).replace("\\\\", " ")
     text = _without_math_dollars(text)
@@ -131,6 +156,7 @@ def normalise(text: str) -> str:
     text = re.sub(r"\\infty\b|(?<![\\a-zA-Z])inf(?![a-zA-Z])", r"\\infty ", text)
     text = re.sub(r"\s+", " ", text).strip(' "`')
     text = re.sub(r"^[:=]+ *|(?:(?<!\.)\.|[,;:])+ *$", "", text).strip()
+    text = re.sub(r"^'(.*)'$", r"\1", text)
     return re.sub(r"([(\[{]) +| +([)\]},])", r"\1\2", text)
 
 

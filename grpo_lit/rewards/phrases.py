@@ -9,9 +9,9 @@ import re
 
 from .leaves import plain_words
 
-_CHOICE = re.compile(r"(?:\\text\{ *)?\(? *([A-J]) *(?:\)|\}|\.|:|$).*")
-_OTHER_CHOICE = re.compile(r"(?<![a-zA-Z])([A-J])(?=[).:,;}\]]|$)")
-_BARE_CHOICE = re.compile(r"(?:\\text\{ *)?\(? *([A-J]) *\)?\.? *\}?")
+_CHOICE = re.compile(r"(?:\\text\{ *)?(?:(?:[Oo]ption|[Cc]hoice) *)?\(? *([A-J]) *(?:\)|\}|\.|:|$).*")
+_OTHER_CHOICE = re.compile(r"(?<![a-zA-Z])([A-J])(?=[).:,;?}\]]|$)")
+_BARE_CHOICE = re.compile(r"(?:\\text\{ *)?(?:(?:[Oo]ption|[Cc]hoice) *)?\(? *([A-J]) *\)?\.? *\}?")
 _UNANSWERABLE = re.compile(
     r"(?:none|n/?a|unanswerable|undetermined|indeterminate|unknown"
     r"|(?:it is )?impossible to (?:determine|tell|know|answer).*"
@@ -42,7 +42,8 @@ def same_phrase(gold: str, answer: str) -> bool | None:
     if is_yes_or_no(gold):
         said = re.findall(r"\b(?:yes|no|true|false)\b", answer.lower())
         return (
-            set(said) == {plain_words(gold)} and re.match(rf"(?:\\text\{{ *)?{said[0]}\b", answer.lower()) is not None
+            set(said) == {plain_words(gold)}
+            and re.match(rf"(?:\\text\{{ *)?{said[0]}\b(?! *\w)", answer.lower()) is not None
         )
     if _UNANSWERABLE.fullmatch(plain_words(gold) or ""):
         return _UNANSWERABLE.fullmatch(_TEXT.sub(r"\1", answer).lower().strip(" .")) is not None

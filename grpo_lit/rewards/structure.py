@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 
 MAX_PARTS = 64
 
@@ -89,6 +90,8 @@ _SEPARATOR = re.compile(r"[,;]|(?<![\\a-zA-Z])(?:and|or)(?![a-z{])|(?<=[0-9)}])(
 _GROUPED_DIGITS = re.compile(r"(?<![0-9.,_])[0-9]{1,3}(?:,[0-9]{3})+(?![0-9]|,[0-9])")
 _SPACED_DIGITS = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?: [0-9]{3})+(?![0-9])")
 _MATRIX = re.compile(r"\\begin\{([a-zA-Z]*matrix|array)\}(?:\{[^{}]*\})?(.*)\\end\{\1\}", re.DOTALL)
+# {x | x > 2}, {x in R : x > 2}: the set of all that fulfil a condition
+_BUILDER = re.compile(r" ?([a-z]) ?(?:\\in ?\\mathbb\{R\} ?)?[|:] ?(?P<condition>.*\1.*)")
 _OPEN, _CLOSE = "([{", ")]}"
 _NAME = re.compile(
     r"\\?[a-zA-Z]+'*(?:_(?:\{[^{}]*\}|[0-9a-zA-Z]))?'*"  # x, x_1, \theta, Area, AB
@@ -132,6 +135,7 @@ def split_top(text: str, pattern: re.Pattern[str]) -> tuple[list[str], list[str]
     return [*parts, text[start:].strip()], separators
 
 
+@lru_cache(maxsize=4096)
 def read_structure(text: str) -> Node:
     r"""Reads normalised text.
 
@@ -212,7 +216,9 @@ def _read_brackets(text: str, depth: int) -> Node | None:
         left, inner, right = text[0], text[1:-1], text[-1]
     else:
         return None
-    if left == "{" and "|" in inner:  # set-builder notation
+    if left == "{" and (builder := _BUILDER.fullmatch(inner)):
+        return _read(builder["condition"], depth + 1)
+    if left == "{" and "|" in inner:
         return None
     parts, separators = split_top(inner, re.compile("[,;]"))
     if left == "{":

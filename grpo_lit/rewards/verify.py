@@ -18,15 +18,14 @@ from typing import Literal, NamedTuple
 
 from grpo_lit.errors import UserError
 from grpo_lit.rewards.algebra import TooLarge
-from grpo_lit.rewards.calculation import calculates, worked_out
 from grpo_lit.rewards.compare import is_several, same_answer
 from grpo_lit.rewards.extract import final_answer, gold_answer
 from grpo_lit.rewards.leaves import ExactOracle, check_size
-from grpo_lit.rewards.literal import is_literal, is_plain, is_worked_out, stated_number
 from grpo_lit.rewards.normalize import normalise
 from grpo_lit.rewards.phrases import is_yes_or_no
 from grpo_lit.rewards.policy import DEFAULT_POLICY, VerifierPolicy
 from grpo_lit.rewards.pool import Job, Reply, WorkerPool, check_timeout
+from grpo_lit.rewards.stated import is_plain, stated
 
 VerdictKind = Literal["correct", "wrong", "unparsable", "timeout", "crashed"]
 VERDICT_KINDS: tuple[VerdictKind, ...] = ("correct", "wrong", "unparsable", "timeout", "crashed")
@@ -124,7 +123,7 @@ class VerifierPool:
 
     def same(self, first: str, second: str, *, timeout_s: float | None = None) -> bool:
         """Whether two final answers, as extracted, are equal; the notion of equality that `verify` uses."""
-        if is_literal(normalise(first)):  # as gold, so that "8" and "3+5" differ either way round
+        if is_plain(normalise(first)):  # as gold, so that "8" and "3+5" differ either way round
             first, second = second, first
         return self.verify(rf"\boxed{{{first}}}", second, timeout_s=timeout_s).correct
 
@@ -161,7 +160,7 @@ class VerifierPool:
 def _exact_verdict(response: str, gold: str, policy: VerifierPolicy) -> tuple[Verdict, Job | None]:
     """A verdict, or with a job one that is still to be completed by a worker."""
     found = final_answer(response)
-    wanted, several = _prepared_gold(gold)
+    wanted, several, plain = _prepared_gold(gold)
     if found.opening and is_yes_or_no(wanted):
         found = replace(found, text=found.opening, source="whole response")
     if found.text is None:
@@ -173,16 +172,11 @@ def _exact_verdict(response: str, gold: str, policy: VerifierPolicy) -> tuple[Ve
     if len(text) > MAX_ANSWER_CHARS:
         return replace(verdict, kind="unparsable", reason=f"an answer of {len(text)} characters"), None
     answer = normalise(text)
-    if policy.calculations == "refused" and is_plain(wanted):
-        value = worked_out(text)
-        value = value and worked_out(answer if value is text else normalise(value))
-        value = value and stated_number(value)
-        if value is None:
-            too_many = not several and is_several(answer) and not calculates(text)
-            return replace(verdict, reason=_SEVERAL if too_many else _TO_DO), None
-        answer = value
-    elif policy.calculations == "refused" and is_worked_out(wanted) and calculates(text) and worked_out(text) is None:
-        return replace(verdict, reason=_TO_DO), None
+    if plain and policy.calculations == "refused":
+        statement = stated(answer)
+        if statement is None:
+            return replace(verdict, reason=_TO_DO), None
+        answer = statement
     try:
         same = same_answer(wanted, answer, ExactOracle(policy))
         if same is None:
@@ -200,9 +194,10 @@ def _exact_verdict(response: str, gold: str, policy: VerifierPolicy) -> tuple[Ve
 
 
 @lru_cache(maxsize=4096)
-def _prepared_gold(gold: str) -> tuple[str, bool]:
+def _prepared_gold(gold: str) -> tuple[str, bool, bool]:
+    """A gold answer, normalised; whether it is several, and whether it is made of plain numbers."""
     wanted = normalise(gold_answer(gold))
-    return wanted, is_several(wanted)
+    return wanted, is_several(wanted), is_plain(wanted)
 
 
 def _combine(pending: _Pending, reply: Reply) -> Verdict:
@@ -286,7 +281,7 @@ def explain(response: str, gold: str, *, timeout_s: float = 5.0, pool: VerifierP
     """A verdict with all that led to it, in lines for a reader."""
     pool = pool or default_pool()
     verdict = pool.verify(response, gold, timeout_s=timeout_s)
-    wanted, several = _prepared_gold(gold)
+    wanted, several, _ = _prepared_gold(gold)
     lines = [
         f"verdict   {verdict.kind}: {verdict.reason}",
         f"gold      {gold_answer(gold)!r}, read as {wanted!r}{' (several answers)' if several else ''}",
