@@ -122,7 +122,9 @@ def test_logits(size, config, dtype):
         results[impl] = (loss, gradient(loss, leaf)[0], stats)
     loss, grad, stats = results["triton"]
     same_loss, same_grad, same_stats = results["torch"]
-    assert_close(loss, same_loss, true_loss, torch.float32)
+    # a sum of signed terms: its scale is theirs, not what is left of them
+    slack = SLACK[torch.float32] * batch.weights.sum()
+    assert abs(loss - true_loss) <= 2 * abs(same_loss - true_loss) + slack < 0.1 * abs(true_loss)
     assert_close(grad, same_grad, true_grad, dtype)
     live = batch.weights != 0
     assert_close(stats.logprobs[live], same_stats.logprobs[live], true_logp[live], torch.float32)

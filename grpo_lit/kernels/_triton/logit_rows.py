@@ -204,6 +204,7 @@ def logit_rows(
             ALIGNED=aligned,
             SAME_LAYOUT=same,
             EVEN=aligned and vocab_size % 16 == 0 and width % 16 == 0,
+            PADDED=vocab_size < width,
             VEC=16 // logits.element_size(),
             PACKED=logits.element_size() == 2 and not interpreting(),
             num_warps=plan.num_warps,

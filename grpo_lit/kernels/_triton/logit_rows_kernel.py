@@ -119,6 +119,7 @@ def logit_rows_kernel(  # type: ignore[no-untyped-def]
     ALIGNED: tl.constexpr,
     SAME_LAYOUT: tl.constexpr,
     EVEN: tl.constexpr,
+    PADDED: tl.constexpr,
     VEC: tl.constexpr,
     PACKED: tl.constexpr,
     PDL: tl.constexpr,
@@ -184,8 +185,13 @@ def logit_rows_kernel(  # type: ignore[no-untyped-def]
             raw_edge = tl.load(source + at_edge, mask=in_edge & (at_edge < vocab), other=float("-inf"))
         raws = ()  # type: ignore[var-annotated]
         for i in tl.static_range(TILES):
-            raw = read_tile(source, lane + i * TILE, shift, vocab, width, i * TILE, TILE, EVEN, VEC)
+            raw = read_tile(source, lane + i * TILE, shift, vocab, width, EVEN, VEC)
             raws = raws + (raw,)  # type: ignore[assignment]
+        if PADDED and not EVEN:  # once all are on their way
+            tokens = ()  # type: ignore[var-annotated]
+            for i in tl.static_range(TILES):
+                tokens = tokens + (tl.where(lane + i * TILE < vocab, raws[i], float("-inf")),)  # type: ignore[assignment]
+            raws = tokens
         wait_for_previous(PDL)  # the words are cleared; all else that is read was there before that began
         top = raws[0]  # type: ignore[misc]
         for i in tl.static_range(1, TILES):

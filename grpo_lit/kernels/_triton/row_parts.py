@@ -104,18 +104,14 @@ def activate(raw, softcap, SOFTCAP: tl.constexpr):  # type: ignore[no-untyped-de
 # A row may begin and end inside a vector of 16 bytes. A mask that differs within a vector would make all loads and
 # stores of a tile narrow, so tiles take whole vectors alone, and the ends are read and written one by one: `edges`.
 @triton.jit
-def read_tile(  # type: ignore[no-untyped-def]
-    source, column, shift, vocab, width, begin, TILE: tl.constexpr, EVEN: tl.constexpr, VEC: tl.constexpr
-):
-    """A tile of logits as stored, without the row's `edges`; -inf outside the vocabulary."""
+def read_tile(source, column, shift, vocab, width, EVEN: tl.constexpr, VEC: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A tile of logits as stored, without the row's `edges`; -inf beyond the last vector with a token."""
     if EVEN:
         raw = tl.load(source + column, mask=column < vocab, other=float("-inf"))
     else:
         first = column // VEC * VEC
         inside = (first >= shift) & (first + VEC <= width) & (first < vocab)
         raw = tl.load(source + column, mask=inside, other=float("-inf"))
-        if begin + TILE > vocab:
-            raw = tl.where(column < vocab, raw, float("-inf"))
     return raw
 
 
