@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -124,6 +124,7 @@ def folder(request: pytest.FixtureRequest, tiny_llama: Path, tmp_path_factory: p
     two["faulty"] = [*PASSES, *place.options, "--oom_replay=true", *injectors()]
     two["evaluated"] = [*EVALUATION, *place.options]
     one = {f"{name}_one": extra for name, extra in LAYOUTS.items()}
+    one["recut_one"] = [*LAYOUTS["groups"], "--model.micro_batch_size=3"]
 
     def run(runs: dict[str, list[str]], num_ranks: int, as_nodes: bool) -> list[RankResult]:
         commands = [arguments(folder / name, tiny_llama, *extra) for name, extra in runs.items()]
@@ -146,22 +147,42 @@ def completions(root: Path) -> list[tuple[int, int, str]]:
     return [(row["prompt_index"], row["completion_index"], row["completion"]) for row in rows]
 
 
-def relative_difference(mine: Path, theirs: Path) -> float:
-    """Of the matrix that differs most: the adapters' B matrices begin at zero."""
+class Difference(NamedTuple):
+    """Of one update from another, relative to the other's norm."""
+
+    whole: float
+    worst: float
+    """Of the matrix that differs most."""
+
+
+def difference(mine: Path, theirs: Path) -> Difference:
+    """Of the adapters' B matrices, which begin at zero."""
     weights, expected = (load_file(root / "adapter/adapter_model.safetensors") for root in (mine, theirs))
     moved = [name for name in expected if "lora_B" in name]
-    whole = torch.cat([expected[name].flatten() for name in moved])
-    assert float(whole.norm()) > 1e-3
-    difference = torch.cat([(weights[name] - expected[name]).flatten() for name in moved])
-    found = float(difference.norm() / whole.norm())
-    worst = max(float((weights[name] - expected[name]).norm() / expected[name].norm()) for name in moved)
-    print(f"{mine.name} against {theirs.name}: {found:.2e} of the update, {worst:.2e} of the worst matrix")
-    return worst
+    norm = float(torch.cat([expected[name].flatten() for name in moved]).norm())
+    assert norm > 1e-3
+    apart = {name: float((weights[name] - expected[name]).norm()) for name in moved}
+    worst = max(apart[name] / float(expected[name].norm()) for name in moved)
+    found = Difference(sum(value**2 for value in apart.values()) ** 0.5 / norm, worst)
+    print(f"{mine.name} against {theirs.name}: {found.whole:.2e} of the update, {worst:.2e} of the worst matrix")
+    return found
 
 
 @pytest.mark.parametrize("layout", list(LAYOUTS))
-def test_first_update_of_two_gpus_is_that_of_one(layout: str, folder: Path) -> None:
-    assert relative_difference(folder / f"{layout}_two", folder / f"{layout}_one") < 1e-5
+def test_first_update_of_two_ranks_is_that_of_one(
+    layout: str, folder: Path, record_property: Callable[[str, object], None]
+) -> None:
+    """1e-5 of the update's norm; and a single matrix no farther off than one process is from itself.
+
+    The second bound is measured here, on the same rows in micro-batches of another size: products of other row counts
+    add up in another order, and in a matrix whose gradient nearly cancels that rounding is large beside what is left.
+    """
+    found = difference(folder / f"{layout}_two", folder / f"{layout}_one")
+    own = difference(folder / "recut_one", folder / "groups_one")
+    for name, value in (("whole", found.whole), ("worst matrix", found.worst), ("one process", own.worst)):
+        record_property(name, f"{value:.1e}")
+    assert found.whole < 1e-5
+    assert found.worst < max(1e-5, 2 * own.worst)
 
 
 def test_draws_depend_on_the_row_and_not_on_its_rank(folder: Path) -> None:
@@ -181,7 +202,7 @@ def test_memory_runs_out_on_one_rank_and_both_replay(folder: Path) -> None:
     assert completions(folder / "faulty") == completions(folder / "calm")
     # weights are hashed across ranks after every optimizer step: a difference would have ended the run
     # four optimizer steps, each on the rounding of the one before
-    assert relative_difference(folder / "faulty", folder / "calm") < 1e-4
+    assert difference(folder / "faulty", folder / "calm").worst < 1e-4
 
 
 def test_evaluations_on_two_ranks_end(folder: Path) -> None:
