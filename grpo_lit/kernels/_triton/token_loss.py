@@ -38,7 +38,9 @@ def _token_loss_kernel(  # type: ignore[no-untyped-def]
     HAS_OLD: tl.constexpr,
     HAS_REF: tl.constexpr,
     CISPO: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_previous(PDL)
     pid = tl.program_id(0)
     tiles = tl.cdiv(steps, COLUMNS)
     row = (pid // tiles) * ROWS + tl.arange(0, ROWS)[:, None]  # (ROWS, 1)
@@ -137,5 +139,6 @@ def token_loss(
         HAS_REF=ref is not None,
         CISPO=scalars.cispo,
         num_warps=num_warps,
+        **overlap(logprobs),
     )
     return ordered_sum(partial), dlogprobs
