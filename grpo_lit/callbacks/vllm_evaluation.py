@@ -137,6 +137,7 @@ class VLLMEvaluation(Callback):
         from grpo_lit.evaluation.tasks import check_lengths, check_selection, load_tasks
 
         entries = {label: dataset_entry(label, entry) for label, entry in self.settings["datasets"].items()}
+        self.settings["reward_timeout_s"] = module.reward_timeout_s
         self._config = EvaluateConfig(**{**self.settings, "datasets": entries}, seed=module.seed)
         self._tasks = load_tasks(self._config)
         positions = positions_of(ResolvedModel(module.policy_config))

@@ -165,7 +165,8 @@ def measure(module: GRPOModule, engine: RolloutEngine, batch: PromptBatch, sampl
     ]
     columns = {name: [values[group] for group in groups] for name, values in batch.columns.items()}
     function = module.reward_functions[0]
-    output = compute_rewards([function], [batch.prompts[group] for group in groups], texts, columns)
+    prompts, limit = [batch.prompts[group] for group in groups], module.reward_timeout_s
+    output = compute_rewards([function], prompts, texts, columns, timeout_s=limit)
     rewards = output.per_function[reward_name(function)].tolist()
     entries = []
     for position, index in enumerate(batch.indices):

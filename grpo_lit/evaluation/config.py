@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -133,6 +134,9 @@ class EvaluateConfig:
     """Settings of engine vllm."""
     batch_size: int = 64
     """Answers generated together."""
+    reward_timeout_s: float | None = 1800.0
+    """Longest time for a judge of yours on the samples of one problem; null: no limit. The built-in ones have their
+    own."""
     device: str | None = None
     """cpu or cuda; null: cuda where there is one."""
     cpu_threads: int | None = None
@@ -164,6 +168,8 @@ class EvaluateConfig:
             SamplingConfig(self.temperature, self.top_p).validate("evaluate")
         if self.temperature == 0:
             raise UserError("temperature", 0.0, "above 0 for the sampled protocol; protocol: deterministic is greedy")
+        if self.reward_timeout_s is not None and not 0 < self.reward_timeout_s < math.inf:
+            raise UserError("reward_timeout_s", self.reward_timeout_s, "a number of seconds above 0, or null")
         if self.seed < 0:
             raise UserError("seed", self.seed, "a whole number of at least 0")
         if not 0 < self.confidence < 1:

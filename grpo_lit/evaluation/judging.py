@@ -29,7 +29,13 @@ class SampleVerdict:
 
 
 def judge_samples(
-    completions: Sequence[str], prompt: str, row: Row, *, judge: str, format_judge: str | None
+    completions: Sequence[str],
+    prompt: str,
+    row: Row,
+    *,
+    judge: str,
+    format_judge: str | None,
+    timeout_s: float | None = None,
 ) -> list[SampleVerdict]:
     """Judge all samples of a problem.
 
@@ -39,19 +45,23 @@ def judge_samples(
         row: the dataset's row; ``answer`` is the gold answer.
         judge: reward function; above 0.5 is right.
         format_judge: reward function of the format, or None.
+        timeout_s: longest time for one of them, if it isn't built in.
+
+    Raises:
+        RewardError: one of them failed or took longer.
     """
     if judge == "math_accuracy":
         verdicts = default_pool().verify_many(list(completions), [gold_text(row["answer"]) or ""] * len(completions))
         kinds, answers = [v.kind for v in verdicts], [v.extracted for v in verdicts]
         same: Callable[[str, str], bool] = default_pool().same
     else:
-        rewards = _rewards(judge, completions, prompt, row)
+        rewards = _rewards(judge, completions, prompt, row, timeout_s)
         kinds = ["correct" if reward > 0.5 else "wrong" for reward in rewards]
         answers, same = [text.strip() for text in completions], _equal_text
     classes = answer_classes(kinds, answers, same)
     formats: list[bool | None] = [None] * len(completions)
     if format_judge is not None:
-        formats = [reward > 0.5 for reward in _rewards(format_judge, completions, prompt, row)]
+        formats = [reward > 0.5 for reward in _rewards(format_judge, completions, prompt, row, timeout_s)]
     return [
         SampleVerdict(kind == "correct", kind, answer, group, kept)
         for kind, answer, group, kept in zip(kinds, answers, classes, formats, strict=True)
@@ -88,7 +98,8 @@ def _equal_text(first: str, second: str) -> bool:
     return first == second
 
 
-def _rewards(name: str, completions: Sequence[str], prompt: str, row: Row) -> list[float]:
+def _rewards(name: str, completions: Sequence[str], prompt: str, row: Row, timeout_s: float | None) -> list[float]:
     columns: dict[str, Any] = {key: [value] * len(completions) for key, value in row.items() if key != "index"}
-    output = compute_rewards([resolve_reward(name)], [prompt] * len(completions), list(completions), columns)
+    prompts = [prompt] * len(completions)
+    output = compute_rewards([resolve_reward(name)], prompts, list(completions), columns, timeout_s=timeout_s)
     return [float(value) for value in output.rewards.nan_to_num(0.0)]

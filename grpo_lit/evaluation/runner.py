@@ -252,6 +252,7 @@ def _judge(cell: Cell, row: Record, generated: Sequence[Record]) -> list[Record]
         row,
         judge=cell.task.judge,
         format_judge=cell.task.format_of(prompt),
+        timeout_s=cell.task.reward_timeout_s,
     )
     return [
         {

@@ -33,6 +33,8 @@ class Task:
     """In words."""
     length_of_run: int | None = None
     """Completion length of the run whose held-out prompts these are."""
+    reward_timeout_s: float | None = None
+    """Longest time for a judge of the user's on the samples of one problem."""
     settings: dict[str, Any] = field(default_factory=dict)
     """What the prompts depend on; part of the fingerprint of results."""
 
@@ -107,6 +109,7 @@ def load_tasks(config: EvaluateConfig) -> list[Task]:
         ):
             tasks.append(_load_task(config, label, entry))
     for task in tasks:
+        task.reward_timeout_s = config.reward_timeout_s
         resolve_reward(task.judge, argument=f"datasets.{task.label}.judge")
         if task.format is not None:
             resolve_reward(task.format, argument=f"datasets.{task.label}.format")

@@ -204,7 +204,7 @@ def _interrupted(function: RewardFunction, arguments: dict[str, Any], name: str,
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
     except _ExpiredError:
-        raise RewardError(name, f"took more than {timeout_s:g} s (model.reward_timeout_s)") from None
+        raise RewardError(name, f"took more than {timeout_s:g} s (reward_timeout_s)") from None
     finally:
         signal.signal(signal.SIGALRM, handler)
         signal.setitimer(signal.ITIMER_REAL, *timer)
@@ -224,7 +224,7 @@ def _left_behind(function: RewardFunction, arguments: dict[str, Any], name: str,
     thread.start()
     thread.join(timeout_s)
     if thread.is_alive():
-        raise RewardError(name, f"took more than {timeout_s:g} s (model.reward_timeout_s)")
+        raise RewardError(name, f"took more than {timeout_s:g} s (reward_timeout_s)")
     if failure:
         raise failure[0]
     return result[0]

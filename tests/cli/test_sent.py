@@ -83,3 +83,18 @@ def test_a_cache_of_other_sampling_is_not_overwritten(
     assert main(arguments(fit_arguments, tiny_llama, tmp_path)) == 0
     assert main(arguments(fit_arguments, tiny_llama, tmp_path, "--sent.samples=4")) == 2
     assert "sampling.samples=3 instead of 4" in capsys.readouterr().err
+
+
+def test_a_reward_that_hangs_ends_the_command(
+    tiny_llama: Path,
+    tmp_path: Path,
+    fit_arguments: Fit,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "sent_hangs.py").write_text("import time\ndef hangs(prompts, completions):\n    time.sleep(60)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    extra = ["--model.rewards=[sent_hangs.hangs]", "--model.reward_timeout_s=0.3"]
+    assert main(arguments(fit_arguments, tiny_llama, tmp_path, *extra)) == 2
+    assert "'hangs'" in (error := capsys.readouterr().err)
+    assert "took more than 0.3 s" in error

@@ -290,6 +290,19 @@ def test_tiers_name_registered_datasets_and_read_local_files(tmp_path: Path) -> 
         complete_config(EvaluateConfig(models={"m": ModelEntry(path="p")}))
 
 
+def test_a_judge_that_hangs_ends_the_command(
+    finished_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "judge_hangs.py").write_text("import time\ndef hangs(prompts, completions):\n    time.sleep(60)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    judged = f'--datasets={{"held_out": {{"run": "{finished_run}", "judge": "judge_hangs.hangs"}}}}'
+    assert evaluate(finished_run, tmp_path / "e", judged, "--reward_timeout_s=0.3", "--limit=1") == 2
+    assert "'hangs'" in (error := capsys.readouterr().err)
+    assert "took more than 0.3 s" in error
+    assert evaluate(finished_run, tmp_path / "e", "--reward_timeout_s=0") == 2
+    assert "reward_timeout_s=0" in capsys.readouterr().err
+
+
 def test_answers_vote_by_equivalence_not_by_spelling() -> None:
     row = {"answer": "5", "index": 0}
     texts = [r"\boxed{1/2}", r"\boxed{0.5}", r"\boxed{\frac{1}{2}}", r"\boxed{5}", r"\boxed{5.0}", r"so \boxed{7", "7"]
