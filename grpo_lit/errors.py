@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import itertools
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -102,7 +103,9 @@ class OneLineParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """End the command; ``message`` names the argument."""
         if (unknown := re.match(r"unrecognized arguments: (--[\w-]+)", message)) is not None:
-            names = [name for action in self._actions for name in action.option_strings]
+            nested = (action.choices.values() for action in self._actions if isinstance(action.choices, dict))
+            parsers = [self, *itertools.chain.from_iterable(nested)]
+            names = [name for parser in parsers for action in parser._actions for name in action.option_strings]
             close = difflib.get_close_matches(unknown.group(1), names, n=1, cutoff=0.5)
             message += f"; did you mean {close[0]}?" if close else ""
         self.exit(2, f"grpo-lit: error: {message}; {self.prog} --help lists what is accepted\n")

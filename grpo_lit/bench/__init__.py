@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Sequence
 
 from grpo_lit.errors import UserError
@@ -23,5 +24,6 @@ def main(argv: Sequence[str]) -> int:
         return 0 if argv else 2
     if argv[0] not in BENCHMARKS:
         raise UserError("bench", argv[0], " | ".join(BENCHMARKS))
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it looks for kernels that nobody needs here
     code: int = importlib.import_module(BENCHMARKS[argv[0]]).main(list(argv[1:]))
     return code

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 from collections.abc import Sequence
 from typing import Any
 
@@ -65,7 +66,8 @@ class BenchParser(OneLineParser):
             UserError: an option breaks one of its rules.
         """
         options, rest = super().parse_known_args(args, namespace)
-        blank = argparse.Namespace(**{action.dest: _NOT_GIVEN for action in self._actions})
+        self._check_unknown(rest)
+        blank = argparse.Namespace(**{action.dest: _NOT_GIVEN for action, _ in self._rules})
         given, _ = super().parse_known_args(args, blank)  # what is there already gets no default
         for action, rules in self._rules:
             name, value = action.option_strings[0], getattr(options, action.dest)
@@ -78,6 +80,14 @@ class BenchParser(OneLineParser):
             if rules["without"] and self._holds(rules["without"], options):
                 raise UserError(name, value, f"only without {rules['without']}")
         return options, rest
+
+    def _check_unknown(self, rest: Sequence[str]) -> None:
+        """End the command at what is nearly an option; others may be those of another parser."""
+        names = [name for action in self._actions for name in action.option_strings]
+        for word in rest:
+            name = word.partition("=")[0]
+            if name.startswith("--") and difflib.get_close_matches(name, names, n=1, cutoff=0.8):
+                self.error(f"unrecognized arguments: {name}")
 
     def _holds(self, condition: str, options: argparse.Namespace) -> bool:
         """Whether an option has been set, or has or holds the value behind its name."""

@@ -24,13 +24,13 @@ class GracefulStop(Callback):
 
     def __init__(self) -> None:
         self.requested: str | None = None
-        self._before: dict[signal.Signals, Any] = {}
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Take over the signals, where this is the main thread."""
+        """Take over the signals, where this is the main thread; Lightning gives them back at the end."""
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._handle) for number in _SIGNALS}
+            for number in _SIGNALS:
+                signal.signal(number, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
@@ -51,10 +51,3 @@ class GracefulStop(Callback):
             if not validation_follows(trainer, batch_idx):  # Lightning would make one; the run it is part of would not
                 trainer.limit_val_batches = 0
             trainer.should_stop = True
-
-    @override
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Give the signals back."""
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        self._before = {}

@@ -27,7 +27,7 @@ class RunCheckpoint(ModelCheckpoint):
         save_top_k: how many of the best are kept; 0 keeps only the last, -1 all.
 
     Raises:
-        UserError: ``every_n_rollout_steps`` is below 1.
+        UserError: a number is out of range, or there is no such mode.
     """
 
     def __init__(
@@ -39,6 +39,10 @@ class RunCheckpoint(ModelCheckpoint):
     ) -> None:
         if every_n_rollout_steps < 1:
             raise UserError("checkpoint.every_n_rollout_steps", every_n_rollout_steps, "at least 1")
+        if mode not in ("max", "min"):
+            raise UserError("checkpoint.mode", mode, "max or min")
+        if save_top_k < -1:
+            raise UserError("checkpoint.save_top_k", save_top_k, "-1 (all), 0 (only the last) or more")
         super().__init__(
             filename="step={step}-" + monitor.rpartition("/")[2] + "={" + monitor + ":.4f}",
             monitor=monitor,

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
 
 # name: (what it does, module:function taking the arguments after the name)
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -23,6 +28,9 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "toy": ("the small policies whose truth is known exactly", "grpo_lit.toy.cli:main"),
     "bench": ("measure speed and memory side by side", "grpo_lit.bench:main"),
 }
+
+# Errors of the system that name no file and are no mistake of this program: disk full, read-only, too many open files.
+_OF_THE_MACHINE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.EMFILE, errno.ENOMEM)
 
 
 def usage() -> str:
@@ -69,22 +77,47 @@ def _main(argv: Sequence[str] | None) -> int:
 
 
 def _run(target: str, arguments: list[str]) -> int:
-    from grpo_lit.errors import SystemFault, UserError
+    from grpo_lit.errors import SystemFault, Terminated, UserError
 
     module_name, _, function_name = target.partition(":")
     try:
-        code: int = getattr(importlib.import_module(module_name), function_name)(arguments)
+        with _raised_on_sigterm(Terminated):
+            code: int = getattr(importlib.import_module(module_name), function_name)(arguments)
         return code
-    except (UserError, SystemFault) as error:
+    except (UserError, SystemFault, Terminated) as error:
         if os.environ.get("GRPO_LIT_TRACEBACK"):
             raise
         return fail(" ".join(str(error).split()), error.exit_code)
-    except OSError as error:  # of a file that the user named and no command checked
-        if os.environ.get("GRPO_LIT_TRACEBACK") or not isinstance(error.filename, str | os.PathLike):
+    except OSError as error:  # of a file that the user named and no command checked, or of a full disk
+        named = isinstance(error.filename, str | os.PathLike)
+        if os.environ.get("GRPO_LIT_TRACEBACK") or not (named or error.errno in _OF_THE_MACHINE):
             raise
-        return fail(f"{os.fspath(error.filename)}: {error.strerror} (GRPO_LIT_TRACEBACK=1 shows where)", 1)
+        where = f"{os.fspath(error.filename)}: " if named else ""
+        return fail(f"{where}{error.strerror} (GRPO_LIT_TRACEBACK=1 shows where)", 1)
     except KeyboardInterrupt:
         return fail("interrupted", 130)
+
+
+@contextmanager
+def _raised_on_sigterm(error: type[BaseException]) -> Iterator[None]:
+    """Raise an error where the body stands when SIGTERM comes, unless it is handled; a second one ends at once."""
+    own = os.getpid()
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_DFL)
+        if os.getpid() != own:  # a fork that runs no command of its own
+            os.kill(os.getpid(), number)
+        raise error
+
+    free = signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    if not free or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGTERM, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def fail(message: str, code: int) -> int:

@@ -53,6 +53,9 @@ _SECTIONS = (
 )
 
 
+# Sections whose keys are no arguments of the parser; its messages name them as if there were no section around them.
+_PARSED_AS_A_WHOLE = {"data": MathDataModule, "model.lora": LoRAConfig}
+
 _NEW_NAMES = hasattr(ArgumentParser, "instantiate")  # jsonargparse 4.49
 
 
@@ -96,6 +99,11 @@ def tidy(message: str) -> str:
     text = re.sub(r"\s+", " ", message).strip().removeprefix("Parser key ")
     text = re.sub(r"tip: For details of accepted options run:.*$", "", text).strip()
     text = re.sub(r"Expected an? (.*?)\. Got value: (.*)$", r"got \2, accepted is \1", text)
+    text = re.sub(  # settings under init_args without the class that they are of
+        r"Type typing\.Callable.*Dict must include a class_path.*key='(\w+)', val=(.*?)\).*$",
+        r"got \1=\2 without a class, accepted is --model.optimizer torch.optim.AdamW --model.optimizer.\1 ...",
+        text,
+    )
     union = re.search(
         r"Does not validate against any of the Union subtypes.*?\[(.*)\] Errors:.*Given value: ?(.*)$", text
     )
@@ -120,12 +128,13 @@ def _with_suggestion(parser: LightningArgumentParser, message: str) -> str:
         return message
     unknown = ".".join(name for name in match.groups() if name)
     accepted = {action.dest for action in parser._actions if action.dest != "help"}
-    # Sections that jsonargparse parses as a whole, so that their keys are no arguments of the parser.
-    for section, described in (("data", MathDataModule), ("model.lora", LoRAConfig)):
-        accepted |= {f"{section}.{name}" for name in inspect.signature(described).parameters}
-    names: dict[str, str] = {}
-    for name in sorted(accepted, key=lambda name: "." not in name):
-        names.setdefault(name.rpartition(".")[2] if match.group("c") else name, name)
+    names = {name: name for name in accepted}
+    for section, described in _PARSED_AS_A_WHOLE.items():
+        keys = set(inspect.signature(described).parameters)
+        if section in accepted:
+            names |= {f"{section}.{key}": f"{section}.{key}" for key in keys}
+        elif keys <= {name.partition(".")[0] for name in accepted}:  # the section's own parser
+            names = {name: f"{section}.{name}" for name in accepted}
     close = difflib.get_close_matches(unknown, list(names), n=1, cutoff=0.5)
     hint = f"did you mean {names[close[0]]}?" if close else "--help lists what is accepted"
     return f"unknown argument {unknown} ({message.rstrip('.')}); {hint}"
@@ -182,10 +191,22 @@ def find_config(value: str) -> str:
     raise UserError("--config", value, f"a YAML file or one of the shipped configs: {', '.join(shipped)}")
 
 
+class _EachKeyOnce(yaml.SafeLoader):
+    """Refuses a key that stands twice in one section, of which YAML would silently take the last."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if str(key.value) in seen:
+                raise yaml.MarkedYAMLError(problem=f"{key.value} stands twice", problem_mark=key.start_mark)
+            seen.add(str(key.value))
+        return super().construct_mapping(node, deep)
+
+
 def _check_yaml(value: str) -> None:
     """Name the file that is no configuration: the parser's own words do not."""
     try:
-        content = yaml.safe_load(Path(value).read_text(encoding="utf-8"))
+        content = yaml.load(Path(value).read_text(encoding="utf-8"), _EachKeyOnce)
     except (OSError, UnicodeDecodeError) as error:
         raise UserError("--config", value, "a YAML file in UTF-8 that can be read") from error
     except yaml.YAMLError as error:
@@ -270,10 +291,12 @@ class GRPOCLI(LightningCLI):
         """Parse without Lightning's warning about ``sys.argv``."""
         try:
             self.config = parser.parse_args(args)  # type: ignore[arg-type]
-        except ParseError as error:  # a data module is parsed as a whole, as if there were no section around its keys
-            if str(error).partition(":")[0].partition(".")[0] not in inspect.signature(MathDataModule).parameters:
-                raise
-            raise ParseError(f"data.{error}") from error
+        except ParseError as error:
+            name = str(error).partition(":")[0].partition(".")[0]
+            for section, described in _PARSED_AS_A_WHOLE.items():
+                if name in inspect.signature(described).parameters:
+                    raise ParseError(f"{section}.{error}") from error
+            raise
         for name in _SECTIONS:
             if self.config.get(name, ()) is None:
                 raise UserError(name, None, "a section; leave it out for its defaults")
@@ -314,7 +337,7 @@ class GRPOCLI(LightningCLI):
             if config["accelerator"] not in ("auto", "cpu"):  # mostly one that is not there: no mistake in a setting
                 raise
             raise _trainer_mistake(config, " ".join(str(error).split())) from error
-        except (TypeError, ValueError) as error:  # a strategy, accelerator or number of devices that there is not
+        except (TypeError, ValueError, ImportError) as error:  # a strategy, accelerator or device that there is not
             raise _trainer_mistake(config, " ".join(str(error).split())) from error
 
     def _memory_guards(self, trainer: Any) -> list[type[Callback]]:

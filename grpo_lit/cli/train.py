@@ -6,8 +6,8 @@ import logging
 import re
 import shlex
 import warnings
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -19,7 +19,7 @@ from grpo_lit.checkpoint import KEY, check_compatible, optimizer_name, read_chec
 from grpo_lit.cli.parser import GRPOCLI, ParseError
 from grpo_lit.cli.run_folder import locked, resolve_ckpt_path, set_earlier_run_aside, write_config
 from grpo_lit.datamodules.sent_cache import model_key
-from grpo_lit.errors import SystemFault, UserError
+from grpo_lit.errors import SystemFault, Terminated, UserError
 from grpo_lit.kernels import dispatch
 from grpo_lit.memory.allocator import expand_segments
 from grpo_lit.model_source import load_model_config, resolve_model_source
@@ -28,6 +28,16 @@ from grpo_lit.rewards.compute import check_columns
 from grpo_lit.sampling_step import build_allocator
 
 
+@contextmanager
+def _before_the_first_step() -> Iterator[None]:
+    """Say what SIGTERM ended; from the first step on `GracefulStop` takes it."""
+    try:
+        yield
+    except Terminated as ended:
+        raise Terminated(f"{ended} before the first step: nothing was trained, there is nothing to save") from ended
+
+
+@_before_the_first_step()
 def fit(arguments: Sequence[str]) -> int:
     """Train: check everything cheap, then load the model and run."""
     cli = build("fit", arguments)

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from grpo_lit.errors import OneLineParser, UserError
+from grpo_lit.paths import output_folder
 from grpo_lit.toy.distributed import Layout, run_processes, sharded_run
 from grpo_lit.toy.length import LengthPolicy, LengthRow, length_tradeoff
 from grpo_lit.toy.train import ToyRun, train_toy
@@ -107,6 +108,8 @@ def toy_length(
         raise UserError("groups", groups, "a whole number >= 2")
     if group_size < 2:
         raise UserError("group_size", group_size, "a whole number >= 2")
+    if not 0 <= seed < 2**32:
+        raise UserError("seed", seed, "a whole number from 0 to 2**32 - 1")
     policy = LengthPolicy()
     rows = length_tradeoff(tuple(alphas), groups=groups, group_size=group_size, seed=seed, policy=policy)
     table = Table(title=f"Update of the shared logit, {groups} groups of {group_size}")
@@ -191,6 +194,8 @@ def main(argv: Sequence[str]) -> int:
         command.add_argument("--output", type=Path, default=Path("toy"), help="folder of the figure")
     options = vars(parser.parse_args(list(argv)))
     command_name = options.pop("command")
+    if "output" in options:
+        options["output"] = output_folder(options["output"], "output")
     if command_name == "train":
         toy_train(**options)
     elif command_name == "length":

@@ -77,6 +77,34 @@ def test_signal_finishes_the_step_saves_and_the_resume_is_exact(
     assert lines == list(range(last + 3))
 
 
+SLOW = """
+import pathlib, time
+def wait(name):
+    pathlib.Path(name).touch()
+    time.sleep(60)
+def reward(prompts, completions):
+    wait("validating")
+    return [0.0] * len(completions)
+"""
+
+
+@pytest.mark.parametrize("when", ["importing", "validating"])
+@pytest.mark.faults
+def test_sigterm_before_the_first_step_is_told(
+    when: str, start_grpo_lit: Callable[..., Any], fit_arguments: Fit, tiny_llama: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "slow.py").write_text(SLOW + 'wait("importing")\n' * (when == "importing"))
+    process = start_grpo_lit(*fit_arguments(tiny_llama, "run", "--model.rewards=[slow.reward]"))
+    while not (tmp_path / when).exists():
+        assert process.poll() is None, process.read()
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == 143
+    told = "terminated by SIGTERM before the first step: nothing was trained, there is nothing to save"
+    assert process.read()[1] == f"grpo-lit: error: {told}\n"
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
 @pytest.mark.faults
 def test_full_disk_ends_in_one_line_and_the_last_good_checkpoint_survives(
     grpo_lit_command: Run, fit_arguments: Fit, tiny_llama: Path, tmp_path: Path

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import shlex
+import socket
+import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -13,8 +18,9 @@ import pytest
 from grpo_lit.cli import main
 from grpo_lit.cli.train import build, end_text
 from grpo_lit.errors import SystemFault, UserError, typed_names
-from grpo_lit.hub import TIMEOUT_S, offline_if_unreachable
+from grpo_lit.hub import offline_if_unreachable
 from grpo_lit.model_source import load_model_config, resolve_model_source
+from grpo_lit.prompts import load_tokenizer
 
 Fit = Callable[..., Sequence[str]]
 EVALUATION = "--trainer.callbacks+=grpo_lit.callbacks.VLLMEvaluation"
@@ -29,6 +35,8 @@ def _in_a_folder_of_inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     (tmp_path / "binary.jsonl").write_bytes(b"\xff\xfe\x00")
     (tmp_path / "odd.jsonl").write_text('{"task": "1+1"}\n')
     (tmp_path / "file").touch()
+    (tmp_path / "twice.yaml").write_text("trainer:\n  max_steps: 1\n  max_steps: 2\n")
+    (tmp_path / "long.jsonl").write_text(ROWS.replace("1+1", "1+" * 100))
     for name, file, text in (
         ("torn", "config.yaml", "model: ["),
         (
@@ -77,6 +85,12 @@ def refused(capsys: pytest.CaptureFixture[str], arguments: Sequence[str], words:
         (["--trainer.val_check_interval=-1"], "trainer.val_check_interval=-1"),
         (["--model.lora.alpha=.nan"], "model.lora.alpha=nan"),
         (["--model.rewards=[os.path.join]"], "model.rewards='join': accepted is functions of prompts, completions"),
+        (["--model.lora.rank=true"], "model.lora.rank: got True, accepted is int"),
+        (["--trainer.accelerator=tpu"], "trainer="),
+        (["--checkpoint.save_top_k=-5"], "checkpoint.save_top_k=-5"),
+        (["--checkpoint.mode=up"], "checkpoint.mode='up'"),
+        (["--model.optimizer.lr=1"], "model.optimizer: got lr='1' without a class, accepted is --model.optimizer "),
+        (["--config=twice.yaml"], "--config='twice.yaml': accepted is valid YAML (max_steps stands twice in"),
         (["--data.sampler.name=nothing"], "data.sampler.name: got nothing, accepted is all"),
         ([EVALUATION, DATASETS + "={m: {name: custom, path: no.jsonl}}"], "VLLMEvaluation.datasets.m.path='no.jsonl'"),
         ([EVALUATION, DATASETS + "={m: {path: q.jsonl}}"], "VLLMEvaluation.datasets.m.name='m'"),
@@ -117,6 +131,9 @@ def test_training(
         ("filter --dataset custom --path q.jsonl --output file/k.jsonl", "output='file/k.jsonl'"),
         ("tune --config quickstart --tune.output file", "tune.output='file': accepted is a folder"),
         ("sent --config quickstart --sent.output file/x.jsonl", "sent.output='file/x.jsonl'"),
+        ("tune --config quickstart --tune.space {}", "tune.space={}: accepted is at least one key"),
+        ("toy train --output file", "output='file': accepted is a folder"),
+        ("toy length --seed -1", "seed=-1: accepted is a whole number from 0"),
         ("bench step --bogus 3", "unknown argument bogus"),
         ("bench step --task nothing", "--config='nothing'"),
         ("compare one two --output file", "output='file': accepted is a folder"),
@@ -130,9 +147,18 @@ def test_training(
             "evaluate --models {m: {path: TINY}} --datasets {d: {name: arithmetic}} --max_completion_length 99",
             "max_completion_length=99: accepted is at most ",
         ),
+        (
+            "evaluate --models {m: {path: TINY}} --datasets {d: {name: custom, path: long.jsonl}}",
+            "datasets.d='long.jsonl': accepted is prompts of fewer tokens than the model's 128 positions",
+        ),
+        (
+            "evaluate --models {m: {pth: TINY}}",
+            "unknown argument pth (Option 'pth' is not accepted); did you mean path?",
+        ),
         ("evaluate --seed -1", "seed=-1"),
         ("evaluate --temperature -1", "temperature=-1.0"),
         ("evaluate --vllm.memory_share 5", "vllm.memory_share=5.0"),
+        ("evaluate --run nothing", "run='nothing'"),
         ("generate --run nothing --prompt x", "run='nothing'"),
         ("generate --run torn --prompt x", "run='torn': accepted is a run whose config.yaml is whole"),
         ("generate --adapter odd --prompt x", "adapter='odd': accepted is an adapter whose adapter_config.json has a"),
@@ -178,16 +204,45 @@ def test_generate_answers_within_what_a_small_model_takes_where_no_length_was_gi
     assert [sampling.max_completion_length for sampling in lengths] == [128 - 3]
 
 
-def test_a_hub_that_is_not_there_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def drip(server: socket.socket) -> None:
+    """Answer with the beginning of a line that never ends, so that no read of a client's times out."""
+    with suppress(OSError):
+        connection, _ = server.accept()
+        with connection:
+            for _ in range(100):
+                connection.sendall(b"H")
+                time.sleep(0.05)
+
+
+@pytest.mark.parametrize("listens", [False, True])
+def test_a_hub_that_is_not_there_is_told_at_once(listens: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = socket.create_server(("127.0.0.1", 0))
+    address = f"http://127.0.0.1:{server.getsockname()[1]}"
+    monkeypatch.setattr("grpo_lit.hub.TIMEOUT_S", 0.5)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")  # nobody listens there
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", address)
     monkeypatch.delenv("HF_HUB_OFFLINE")
     offline_if_unreachable.cache_clear()
+    if listens:
+        threading.Thread(target=drip, args=(server,), daemon=True).start()
+    else:
+        server.close()
     start = time.monotonic()
     with pytest.raises(SystemFault, match="model.policy.path='some/model': the model hub can't be reached"):
         load_model_config(resolve_model_source("some/model"))
-    assert time.monotonic() - start < TIMEOUT_S + 2  # the client alone goes on for half a minute
+    assert time.monotonic() - start < 3  # the client alone goes on for half a minute
+    server.close()
     offline_if_unreachable.cache_clear()
+
+
+def test_a_model_on_this_machine_asks_no_hub(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+    sys.addaudithook(lambda event, args: asked.append(args) if event in ("socket.connect", "socket.getaddrinfo") else 0)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    source = resolve_model_source(str(tiny_llama))
+    load_model_config(source)
+    load_tokenizer(source)
+    assert asked == []
 
 
 def test_paths_in_hints_can_be_pasted(tmp_path: Path) -> None:
@@ -217,3 +272,13 @@ def test_names_in_texts_are_those_that_were_typed() -> None:
         raise UserError("data.columns", 1, "the data of data.path, see data.columns")
     with pytest.raises(SystemFault, match=r"^split: no data, give against\.$"), typed_names(names):
         raise SystemFault("data.split: no data, give data.path.")
+
+
+@pytest.mark.parametrize("arguments", ["toy train --seedz 1", "bench step --promts 3", "bench kernels --sampels 3"])
+def test_the_nearest_option_is_named(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments.split())
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert re.search(r"did you mean --(seeds?|prompts|samples)\?", error), error
+    assert len(error.splitlines()) == 1
