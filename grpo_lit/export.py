@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from grpo_lit.errors import UserError
 from grpo_lit.evaluation.models import ResolvedModel, load_model
+from grpo_lit.files import write_whole, writing
 from grpo_lit.lora import lora_layers, merge_lora, save_adapter
 from grpo_lit.model_source import load_model_config
 from grpo_lit.policy import Policy
@@ -144,10 +145,11 @@ def save_model(policy: Policy, tokenizer: PreTrainedTokenizerBase, folder: Path)
             pad_token_id=tokenizer.pad_token_id,
             bos_token_id=tokenizer.bos_token_id,
         )
-        model.save_pretrained(folder)
+        with writing(folder):
+            model.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
     finally:
         model.config, model.generation_config = kept, generation
-    tokenizer.save_pretrained(folder)
 
 
 def probe(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str] = PROBE_TEXTS) -> Tensor:
@@ -175,4 +177,4 @@ def measure(first: Tensor, second: Tensor) -> Difference:
 def write_differences(folder: Path, found: dict[str, Difference]) -> None:
     """``export.json``: what was measured."""
     record = {name: {"mean": d.mean, "largest": d.largest, "tokens": d.num_tokens} for name, d in found.items()}
-    (folder / "export.json").write_text(json.dumps({"logprob_difference": record}, indent=1) + "\n")
+    write_whole(folder / "export.json", json.dumps({"logprob_difference": record}, indent=1) + "\n")

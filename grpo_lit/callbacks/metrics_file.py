@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import math
 from pathlib import Path
 from typing import Any
@@ -12,10 +11,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from grpo_lit.callbacks._schedule import validation_follows
-from grpo_lit.errors import SystemFault
-from grpo_lit.files import append_line
+from grpo_lit.files import append_line, read_lines
 
-_log = logging.getLogger(__name__)
 TIMING_PREFIXES = ("perf/", "vram/", "oom/", "micro_batch/")
 
 
@@ -91,31 +88,10 @@ def without_timings(record: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in record.items() if not name.startswith(TIMING_PREFIXES)}
 
 
-def read_metrics(path: Path, *, repair: bool = False, key: str = "step") -> list[dict[str, Any]]:
+def read_metrics(path: Path, *, repair: bool = False) -> list[dict[str, Any]]:
     """Records of a metrics file; a last line torn by a crash is left out, and cut off with `repair`.
-
-    Every record has a ``key``: a whole number as step, text under any other name.
 
     Raises:
         SystemFault: another line is no record.
     """
-    if not path.is_file():
-        return []
-    raw = path.read_bytes()
-    whole = raw[: raw.rfind(b"\n") + 1]
-    if repair and len(whole) < len(raw):
-        _log.warning("%s: cut off a torn last line of %d bytes", path, len(raw) - len(whole))
-        with path.open("r+b") as file:
-            file.truncate(len(whole))
-    lines = enumerate(whole.split(b"\n"), start=1)
-    return [_record(line, path, number, key) for number, line in lines if line.strip()]
-
-
-def _record(line: bytes, path: Path, number: int, key: str) -> dict[str, Any]:
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
-        record = None
-    if not isinstance(record, dict) or not isinstance(record.get(key), int if key == "step" else str):
-        raise SystemFault(f"{path}, line {number} is damaged: no JSON object with a {key}; restore it or take it out")
-    return record
+    return read_lines(path, {"step": int}, repair=repair)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from grpo_lit.errors import UserError
 from grpo_lit.evaluation.compare_runs import curves, markdown, read_runs
-from grpo_lit.evaluation.store import write_text
+from grpo_lit.files import write_whole
 from grpo_lit.paths import output_folder
 
 USAGE = """usage: grpo-lit compare RUN RUN... [--output FOLDER]
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str]) -> int:
     folder = output_folder(output, "output")
     runs = read_runs(folders)
     text = markdown(runs)
-    write_text(folder / "comparison.md", text)
+    write_whole(folder / "comparison.md", text)
     curves(runs).savefig(folder / "curves.png", dpi=110)
     print(text)
     print(f"written: {folder / 'comparison.md'}, {folder / 'curves.png'}")

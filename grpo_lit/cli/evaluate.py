@@ -17,10 +17,11 @@ from grpo_lit.evaluation.metrics import evaluation_metrics
 from grpo_lit.evaluation.models import ResolvedModel, encoder_of, pick_device, positions_of, resolve_model
 from grpo_lit.evaluation.report import write_reports
 from grpo_lit.evaluation.runner import cells_of, engine_name, run_evaluation
-from grpo_lit.evaluation.store import ResultStore, write_text
+from grpo_lit.evaluation.store import ResultStore
 from grpo_lit.evaluation.summary import Summary, summarise, write_tables
 from grpo_lit.evaluation.tasks import Task, check_lengths, check_selection, complete_config, load_tasks
 from grpo_lit.evaluation.versions import versions
+from grpo_lit.files import read_object, write_whole
 from grpo_lit.paths import output_folder
 
 LOWER_IS_BETTER = ("unparsable_rate", "truncation_rate", "tokens_per_correct")
@@ -42,10 +43,14 @@ def evaluate(config: EvaluateConfig) -> int:
     complete_config(config)
     if config.run is not None and "best" not in config.models:
         print(f"note: {config.run} kept no best checkpoint: its base and final weights are evaluated")
-    models = {label: resolve_model(label, entry, device) for label, entry in config.models.items()}
+    with typed_names(
+        {f"models.{label}.run": "run" for label, entry in config.models.items() if entry.run == config.run}
+    ):
+        models = {label: resolve_model(label, entry, device) for label, entry in config.models.items()}
     tasks = load_tasks(config)
-    for model in models.values():
-        check_lengths(config, tasks, encoder_of(model), positions_of(model))
+    for label, model in models.items():
+        with typed_names({"model.policy": f"models.{label}"}):
+            check_lengths(config, tasks, encoder_of(model), positions_of(model))
     check_selection(config.select_by, tasks, allow_on_test=config.allow_selection_on_test)
     if config.select_by is not None:
         label, _, metric = config.select_by.partition("/")
@@ -63,7 +68,8 @@ def evaluate(config: EvaluateConfig) -> int:
         summary = summarise(cells, store, confidence=config.confidence, seed=config.seed)
         write_tables(summary, folder)
         if config.select_by is not None:
-            write_text(folder / "selection.json", json.dumps(select(config.select_by, summary, tasks), indent=1) + "\n")
+            chosen = select(config.select_by, summary, tasks)
+            write_whole(folder / "selection.json", json.dumps(chosen, indent=1) + "\n")
         write_reports(folder, summary, store, tasks)
     print("\n".join(short_text(summary)))
     print(f"report: {folder / 'report.html'} (report.md, summary.csv, paired.csv, generations.jsonl, verdicts.jsonl)")
@@ -116,9 +122,8 @@ def write_run_config(
         "engine": engine,
         "versions": versions(),
     }
-    earlier = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    record["started"] = earlier.get("started", datetime.now(timezone.utc).isoformat(timespec="seconds"))
-    write_text(path, json.dumps(record, indent=1) + "\n")
+    record["started"] = read_object(path).get("started", datetime.now(timezone.utc).isoformat(timespec="seconds"))
+    write_whole(path, json.dumps(record, indent=1) + "\n")
 
 
 def select(select_by: str, summary: Summary, tasks: Sequence[Task]) -> dict[str, Any]:

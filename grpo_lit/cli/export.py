@@ -13,6 +13,7 @@ from grpo_lit.evaluation.config import ModelEntry
 from grpo_lit.evaluation.model_card import model_card
 from grpo_lit.evaluation.models import read_run_config, resolve_model
 from grpo_lit.export import DTYPES, Difference, export_adapter, export_merged, write_differences
+from grpo_lit.files import whole_folder, write_whole
 from grpo_lit.paths import output_folder
 
 
@@ -56,22 +57,21 @@ def main(arguments: Sequence[str]) -> int:
     if options.to == "adapter" and resolved.adapter is None and resolved.ckpt_path is None:
         raise UserError("to", "adapter", "merged: these weights have no adapter")
     differences: dict[str, Difference] = {}
-    if options.to == "adapter":
-        export_adapter(resolved, folder)
-    else:
-        differences = export_merged(resolved, folder, base=options.base, dtype=options.dtype)
-        write_differences(folder, differences)
-    run_config = None if entry.run is None else read_run_config(entry.run, argument="run")
-    metrics = [] if entry.run is None else read_metrics(Path(entry.run) / "metrics.jsonl")
-    card = model_card(
-        resolved,
-        kind=options.to,
-        run_config=run_config,
-        metrics=metrics,
-        differences=differences,
-        evaluation=evaluation,
-    )
-    (folder / "README.md").write_text(card, encoding="utf-8")
+    with whole_folder(folder) as made:
+        if options.to == "adapter":
+            export_adapter(resolved, made)
+        else:
+            differences = export_merged(resolved, made, base=options.base, dtype=options.dtype)
+            write_differences(made, differences)
+        card = model_card(
+            resolved,
+            kind=options.to,
+            run_config=None if entry.run is None else read_run_config(entry.run, argument="run"),
+            metrics=[] if entry.run is None else read_metrics(Path(entry.run) / "metrics.jsonl"),
+            differences=differences,
+            evaluation=evaluation,
+        )
+        write_whole(made / "README.md", card)
     for name, difference in differences.items():
         print(f"log-probs of the {options.dtype} file against the {name}: {difference}")
     print(f"written: {folder} ({', '.join(sorted(path.name for path in folder.iterdir()))})")

@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -17,7 +16,8 @@ from grpo_lit.cli.parser import CLIParser
 from grpo_lit.datamodules.datasets import dataset_spec, load_rows, read_raw
 from grpo_lit.datamodules.filters import Count, FilterConfig, FilterResult, filter_rows
 from grpo_lit.datamodules.sent_cache import read_sent_cache
-from grpo_lit.errors import SystemFault, UserError, typed_names
+from grpo_lit.errors import UserError, typed_names
+from grpo_lit.files import write_whole
 from grpo_lit.model_source import resolve_model_source
 from grpo_lit.paths import output_file
 from grpo_lit.prompts import load_tokenizer
@@ -101,14 +101,8 @@ def write(output: Path, result: FilterResult, facts: dict[str, Any]) -> None:
         output: "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in result.kept),
         output.with_suffix(".report.json"): json.dumps(report, ensure_ascii=False, indent=1) + "\n",
     }
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        for path, text in texts.items():
-            tmp = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-            tmp.write_text(text, encoding="utf-8")
-            tmp.replace(path)
-    except OSError as error:
-        raise SystemFault(f"{output} can't be written ({error.strerror})") from error
+    for path, text in texts.items():
+        write_whole(path, text)
 
 
 def report_table(result: FilterResult, total: int) -> str:

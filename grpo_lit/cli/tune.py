@@ -10,13 +10,11 @@ from typing import Any
 
 import yaml
 
-from grpo_lit.callbacks.metrics_file import read_metrics
 from grpo_lit.cli.parser import CLIParser
 from grpo_lit.cli.run_folder import locked
 from grpo_lit.cli.train import build
 from grpo_lit.errors import SystemFault, UserError
-from grpo_lit.evaluation.store import write_text
-from grpo_lit.files import append_line
+from grpo_lit.files import append_line, read_lines, read_object, write_whole
 from grpo_lit.paths import output_folder
 from grpo_lit.tune.report import write_outcome
 from grpo_lit.tune.search import Outcome, changes_text, search
@@ -64,7 +62,9 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     options, base = split_arguments(arguments)
     config, passes, rows, on_cuda = resolve(base)
-    space = options.space or default_space(config, on_cuda)
+    space = default_space(config, on_cuda) if options.space is None else options.space
+    if not space:
+        raise UserError("tune.space", space, "at least one key with values to try, or null")
     for key, values in space.items():
         if changes_training(key):
             raise UserError("tune.space", key, "keys that change how fast it trains, not what is trained")
@@ -145,12 +145,13 @@ class Trials:
     def __init__(self, folder: Path, base: Sequence[str], options: TuneConfig, passes: int, *, fork: bool) -> None:
         self.folder, self.base, self.options, self.passes, self.fork = folder, list(base), options, passes, fork
         self.path = folder / "runs.jsonl"
-        self._known = {record["name"]: record for record in read_metrics(self.path, repair=True, key="name")}
+        records = read_lines(self.path, {"name": str, "status": str}, repair=True)
+        self._known = {record["name"]: record for record in records}
         settings = {"base": self.base, "steps": options.steps, "warmup": options.warmup}
         kept = folder / "search.json"
-        if kept.is_file() and json.loads(kept.read_text()) != settings:
+        if kept.is_file() and read_object(kept) != settings:
             raise UserError("tune.output", str(folder), "another folder: this one holds a search of other settings")
-        write_text(kept, json.dumps(settings, indent=1) + "\n")
+        write_whole(kept, json.dumps(settings, indent=1) + "\n")
         self.ran = 0
 
     def measure(self, changes: Changes, name: str) -> Measurement:

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from grpo_lit.datamodules.readers import Row
 from grpo_lit.datamodules.sent import sent_order
 from grpo_lit.errors import SystemFault, UserError
+from grpo_lit.files import append_line, write_whole
 
 if TYPE_CHECKING:
     from grpo_lit.policy import PolicyConfig
@@ -106,7 +107,11 @@ class SentCacheWriter:
         if not self.partial.is_file():
             self._begin()
         self._lock = self._claim()
-        self._go_on()
+        try:
+            self._go_on()
+        except (UserError, SystemFault):
+            self.close()
+            raise
 
     def _header(self, status: str, **more: Any) -> str:
         return json.dumps({MARK: VERSION, "status": status, "key": self.key, **more, "info": self.info})
@@ -123,11 +128,14 @@ class SentCacheWriter:
         return file
 
     def _begin(self) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        _write_whole(self.partial, [self._header("in_progress")])
+        write_whole(self.partial, self._header("in_progress") + "\n")
 
     def _go_on(self) -> None:
-        """Take over whole batches and cut off what a kill left of the last one."""
+        """Take over whole batches and cut off what a kill left of the last one.
+
+        Raises:
+            SystemFault: another line is damaged.
+        """
         data = self.partial.read_bytes()
         header, _, rest = data.partition(b"\n")
         found = _parse_header(header, self.partial)
@@ -135,16 +143,15 @@ class SentCacheWriter:
         if difference is not None:
             accepted = f"a path without an unfinished cache of other settings ({difference}); delete {self.partial}"
             raise UserError("sent.output", str(self.path), accepted)
-        good = len(header) + 1
-        for line in rest.split(b"\n")[:-1]:
+        *lines, torn = rest.split(b"\n")
+        for number, line in enumerate(lines, start=2):
             try:
-                batch = [SentEntry(**entry) for entry in json.loads(line)]
-            except (ValueError, TypeError):
-                break
-            self.entries += batch
-            good += len(line) + 1
-        if good < len(data):
-            os.truncate(self.partial, good)
+                self.entries += [SentEntry(**entry) for entry in json.loads(line)]
+            except (ValueError, TypeError) as error:
+                text = f"{self.partial}, line {number} is damaged; restore it, or take out this line and those after it"
+                raise SystemFault(text) from error
+        if torn:
+            os.truncate(self.partial, len(data) - len(torn))
 
     def close(self) -> None:
         """Let another writer go on with the partial file."""
@@ -156,13 +163,7 @@ class SentCacheWriter:
         Raises:
             SystemFault: the disk is full or can't be written.
         """
-        try:
-            with self.partial.open("ab") as file:
-                file.write(json.dumps([asdict(entry) for entry in batch], ensure_ascii=False).encode() + b"\n")
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as error:
-            raise SystemFault(f"{self.partial} can't be written ({error.strerror})") from error
+        append_line(self.partial, [asdict(entry) for entry in batch])
         self.entries += batch
 
     def finish(self) -> SentCache:
@@ -174,7 +175,8 @@ class SentCacheWriter:
         order = sent_order([e.entropy for e in self.entries], [e.pass_rate for e in self.entries])
         entries = [self.entries[position] for position in order]
         lines = [self._header("complete", num_prompts=len(entries))]
-        _write_whole(self.path, lines + [json.dumps(asdict(entry), ensure_ascii=False) for entry in entries])
+        lines += [json.dumps(asdict(entry), ensure_ascii=False) for entry in entries]
+        write_whole(self.path, "".join(line + "\n" for line in lines))
         self.partial.unlink()
         self.close()
         return SentCache(self.path, self.key, entries)
@@ -245,18 +247,3 @@ def _parse_header(line: bytes, path: Path, argument: str = "sent.output") -> dic
     if found[MARK] != VERSION:
         raise UserError(argument, str(path), f"format version {VERSION}, not {found[MARK]}")
     return found
-
-
-def _write_whole(path: Path, lines: Sequence[str]) -> None:
-    """Write beside the final name, flush, rename: a reader sees the old file or the new one."""
-    tmp = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with tmp.open("w", encoding="utf-8") as file:
-            file.writelines(line + "\n" for line in lines)
-            file.flush()
-            os.fsync(file.fileno())
-        tmp.replace(path)
-    except OSError as error:
-        raise SystemFault(f"{path} can't be written ({error.strerror})") from error
-    finally:
-        tmp.unlink(missing_ok=True)

@@ -9,9 +9,10 @@ from pathlib import Path
 
 from grpo_lit.evaluation.html import html_report
 from grpo_lit.evaluation.intervals import Interval
-from grpo_lit.evaluation.store import Record, ResultStore, key_of, write_text
+from grpo_lit.evaluation.store import Record, ResultStore, key_of
 from grpo_lit.evaluation.summary import CellScores, Summary
 from grpo_lit.evaluation.tasks import Task
+from grpo_lit.files import write_whole
 
 NOTES = (
     "pass@k is the unbiased estimator 1 - C(n-c, k) / C(n, k); maj@k votes by equivalence class of the final answer, "
@@ -24,8 +25,8 @@ NOTES = (
 def write_reports(folder: Path, summary: Summary, store: ResultStore, tasks: Sequence[Task]) -> None:
     """Write ``report.md`` and ``report.html``."""
     run_config = json.loads((folder / "run_config.json").read_text(encoding="utf-8"))
-    write_text(folder / "report.md", markdown_report(summary, run_config))
-    write_text(folder / "report.html", html_report(summary, run_config, example_rows(summary, store, tasks), NOTES))
+    write_whole(folder / "report.md", markdown_report(summary, run_config))
+    write_whole(folder / "report.html", html_report(summary, run_config, example_rows(summary, store, tasks), NOTES))
 
 
 def markdown_report(summary: Summary, run_config: Record) -> str:

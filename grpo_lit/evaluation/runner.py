@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from grpo_lit.errors import SystemFault
+from grpo_lit.errors import SystemFault, typed_names
 from grpo_lit.evaluation.config import EvaluateConfig, Protocol
 from grpo_lit.evaluation.judging import RIGHT_CLASS, judge_samples
 from grpo_lit.evaluation.models import ResolvedModel, load_model, pick_device
@@ -85,12 +85,13 @@ def run_evaluation(
         cells = cells_of(config, label, tasks)
         for cell in cells:
             store.check_cell(cell.name, _fingerprint(config, cell, resolved, wanted))
-        judged = {key_of(record) for record in store.verdicts.records}
-        open_cells = [cell for cell in cells if any(key not in judged for key in cell.sample_keys())]
+        answered, judged = ({key_of(r) for r in lines.records} for lines in (store.generations, store.verdicts))
+        open_cells = [cell for cell in cells if not answered & judged >= set(cell.sample_keys())]
         if not open_cells:
             say(f"{label}: complete")
             continue
-        _run_model(config, label, resolved, open_cells, store, device, wanted, say)
+        with typed_names({"model.policy": f"models.{label}"}):
+            _run_model(config, label, resolved, open_cells, store, device, wanted, say)
 
 
 def _run_model(

@@ -5,12 +5,13 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from grpo_lit.errors import SystemFault, UserError
+from grpo_lit.files import append_line, read_lines, read_object, remove_leftovers, write_whole
 
 Record = dict[str, Any]
 GENERATIONS, VERDICTS, TIMINGS = "generations.jsonl", "verdicts.jsonl", "timings.jsonl"
@@ -25,6 +26,9 @@ class SampleKey(NamedTuple):
     protocol: str
     example: int
     sample: int
+
+
+_FIELDS: dict[str, type] = {"model": str, "dataset": str, "protocol": str, "example": int, "sample": int}
 
 
 def key_of(record: Record) -> SampleKey:
@@ -45,9 +49,9 @@ class ResultStore:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.generations = _Lines(folder / GENERATIONS)
-        self.verdicts = _Lines(folder / VERDICTS)
-        self.timings = _Lines(folder / TIMINGS)
+        self.generations = _Lines(folder / GENERATIONS, _FIELDS | {"prompt": str, "completion": str})
+        self.verdicts = _Lines(folder / VERDICTS, _FIELDS | {"correct": bool})
+        self.timings = _Lines(folder / TIMINGS, {"model": str, "seconds": float})
 
     @contextmanager
     def opened(self) -> Iterator[ResultStore]:
@@ -69,6 +73,7 @@ class ResultStore:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 raise UserError("output", str(self.folder), "a folder that no other evaluation is using") from error
+            remove_leftovers(self.folder)
             for lines in (self.generations, self.verdicts, self.timings):
                 lines.read()
             yield self
@@ -82,7 +87,7 @@ class ResultStore:
             UserError: earlier results of this name were made otherwise.
         """
         path = self.folder / CELLS
-        cells: Record = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        cells = read_object(path)
         plain = json.loads(json.dumps(fingerprint))
         if name in cells and cells[name] != plain and self._has_results(name):
             differing = sorted(
@@ -91,7 +96,7 @@ class ResultStore:
             accepted = f"another folder, or --overwrite true: {name} was made with other {', '.join(differing)}"
             raise UserError("output", str(self.folder), accepted)
         if cells.get(name) != plain:  # a cell that failed before its first answer binds nobody
-            write_text(path, json.dumps({**cells, name: plain}, indent=1, sort_keys=True) + "\n")
+            write_whole(path, json.dumps({**cells, name: plain}, indent=1, sort_keys=True) + "\n")
 
     def _has_results(self, name: str) -> bool:
         return any("/".join(key_of(record)[:3]) == name for record in self.generations.records)
@@ -100,21 +105,17 @@ class ResultStore:
 class _Lines:
     """A file of JSON lines, appended and flushed."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, fields: Mapping[str, type]) -> None:
+        self.path, self.fields = path, fields
         self.records: list[Record] = []
 
     def read(self) -> None:
-        """Read all whole lines, and cut off a torn last one."""
-        self.records = []
-        if not self.path.is_file():
-            return
-        raw = self.path.read_bytes()
-        whole = raw[: raw.rfind(b"\n") + 1]
-        if len(whole) < len(raw):
-            with self.path.open("r+b") as file:
-                file.truncate(len(whole))
-        self.records = [json.loads(line) for line in whole.decode("utf-8").split("\n") if line]
+        """Read all whole lines, and cut off a torn last one.
+
+        Raises:
+            SystemFault: another line is damaged.
+        """
+        self.records = read_lines(self.path, self.fields, repair=True)
 
     def append(self, records: Sequence[Record]) -> None:
         """Append records in one write and flush them to disk.
@@ -122,14 +123,7 @@ class _Lines:
         Raises:
             SystemFault: the disk is full.
         """
-        data = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records).encode()
-        try:
-            with self.path.open("ab", buffering=0) as file:
-                while data:
-                    data = data[file.write(data) or 0 :]
-                os.fsync(file.fileno())
-        except OSError as error:
-            raise SystemFault(f"{self.path} can't be written: {error.strerror}") from error
+        append_line(self.path, *records)
         self.records.extend(records)
 
 
@@ -137,7 +131,7 @@ class _MemoryLines(_Lines):
     """The same without a file."""
 
     def __init__(self) -> None:
-        super().__init__(Path())
+        super().__init__(Path(), {})
 
     def read(self) -> None:
         """Nothing to read."""
@@ -153,14 +147,3 @@ class MemoryStore(ResultStore):
     def __init__(self) -> None:
         super().__init__(Path())
         self.generations, self.verdicts, self.timings = _MemoryLines(), _MemoryLines(), _MemoryLines()
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file whole: beside its name first, then renamed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    tmp = path.with_name(f".{path.name}.tmp")
-    with tmp.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    tmp.replace(path)

@@ -22,7 +22,8 @@ from grpo_lit.evaluation.intervals import (
 )
 from grpo_lit.evaluation.metrics import ProblemMean, evaluation_metrics
 from grpo_lit.evaluation.runner import Cell, problem_of
-from grpo_lit.evaluation.store import Record, ResultStore, SampleKey, key_of, write_text
+from grpo_lit.evaluation.store import Record, ResultStore, SampleKey, key_of
+from grpo_lit.files import write_whole
 
 NO_INTERVAL = math.nan
 
@@ -204,7 +205,7 @@ def write_tables(summary: Summary, folder: Path) -> list[Path]:
     for name, (header, rows) in tables.items():
         text = io.StringIO()
         csv.writer(text, lineterminator="\n").writerows([header, *rows])
-        write_text(folder / name, text.getvalue())
+        write_whole(folder / name, text.getvalue())
     return [folder / name for name in tables]
 
 

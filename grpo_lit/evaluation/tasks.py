@@ -227,6 +227,9 @@ def check_lengths(config: EvaluateConfig, tasks: Sequence[Task], encoder: Prompt
         texts = [task.render(row, encoder) for row in task.rows]
         # a token is at least a byte, but for the few that the tokenizer puts around a text
         counts = [len(encoder.encode(text)) for text in texts if len(text.encode()) + 8 + length > positions]
+        if counts and max(counts) >= positions:
+            accepted = f"prompts of fewer tokens than the model's {positions} positions; one has {max(counts)}"
+            raise UserError(f"datasets.{task.label}", task.source, accepted)
         if counts and max(counts) + length > positions:
             accepted = f"at most {positions - max(counts)}: the model has {positions} positions, "
             raise UserError(where, length, f"{accepted}the longest prompt of {task.label} {max(counts)} tokens")

@@ -11,7 +11,7 @@ import matplotlib
 import yaml
 from matplotlib.figure import Figure
 
-from grpo_lit.evaluation.store import write_text
+from grpo_lit.files import write_whole
 from grpo_lit.tune.search import Comparison, Outcome
 
 matplotlib.use("Agg")
@@ -21,9 +21,9 @@ def write_outcome(folder: Path, outcome: Outcome, resolved: str) -> None:
     """``decisions.jsonl``, ``changes.yaml``, ``winner.yaml`` (the whole configuration) and ``tune.png``."""
     found = [*outcome.comparisons, *([outcome.final] if outcome.final else [])]
     lines = "".join(json.dumps(comparison.as_record()) + "\n" for comparison in found)
-    write_text(folder / "decisions.jsonl", lines)
-    write_text(folder / "changes.yaml", yaml.safe_dump(nested(outcome.winner), sort_keys=True))
-    write_text(folder / "winner.yaml", resolved)
+    write_whole(folder / "decisions.jsonl", lines)
+    write_whole(folder / "changes.yaml", yaml.safe_dump(nested(outcome.winner), sort_keys=True))
+    write_whole(folder / "winner.yaml", resolved)
     figure(outcome).savefig(folder / "tune.png", dpi=110)
 
 

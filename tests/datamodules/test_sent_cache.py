@@ -12,7 +12,7 @@ from grpo_lit.datamodules import MathDataModule
 from grpo_lit.datamodules.order import SamplerConfig
 from grpo_lit.datamodules.sent_cache import SentCacheWriter, SentEntry, read_sent_cache, rows_fingerprint
 from grpo_lit.datamodules.sent_report import markdown
-from grpo_lit.errors import UserError
+from grpo_lit.errors import SystemFault, UserError
 from grpo_lit.model_source import resolve_model_source
 from grpo_lit.prompts import PromptEncoder, load_tokenizer
 
@@ -66,6 +66,11 @@ def test_torn_and_half_written_batches_are_sampled_again(tmp_path: Path) -> None
         last.close()
     with pytest.raises(UserError, match=r"sent\.output.*a=1 instead of 2"):
         SentCacheWriter(path, {"a": 2}, {})
+    first, _, rest = whole.split(b"\n", 2)
+    writer.partial.write_bytes(damaged := first + b'\n[{"index": 0\n' + rest)
+    with pytest.raises(SystemFault, match=r"sent\.jsonl\.partial, line 2 is damaged"):
+        SentCacheWriter(path, {"a": 1}, {})
+    assert writer.partial.read_bytes() == damaged, "the batches after it are not lost"
 
 
 @pytest.mark.faults

@@ -6,6 +6,7 @@ import csv
 import json
 import random
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -21,7 +22,7 @@ from grpo_lit.errors import UserError
 from grpo_lit.evaluation.config import TIERS, DatasetEntry, EvaluateConfig, ModelEntry
 from grpo_lit.evaluation.judging import answer_classes, judge_samples
 from grpo_lit.evaluation.models import best_checkpoint, load_model, resolve_model
-from grpo_lit.evaluation.store import ResultStore
+from grpo_lit.evaluation.store import ResultStore, SampleKey
 from grpo_lit.evaluation.tasks import complete_config, load_tasks
 
 CLOCKED = ("timings.jsonl", "speed.csv", "run_config.json", "report.md", "report.html", "evaluation.lock")
@@ -216,7 +217,7 @@ def test_final_test_set_may_not_select(
 @pytest.mark.parametrize(
     ("extra", "words"),
     [
-        (["--run=missing"], ["models.base.run='missing'", "config.yaml"]),
+        (["--run=missing"], ["error: run='missing'", "config.yaml"]),
         (["--samples=0"], ["samples=0"]),
         (["--temperature=0"], ["temperature=0.0", "deterministic"]),
         (["--select_by=nothing/pass@1"], ["select_by", "held_out"]),
@@ -290,6 +291,18 @@ def test_tiers_name_registered_datasets_and_read_local_files(tmp_path: Path) -> 
         complete_config(EvaluateConfig(models={"m": ModelEntry(path="p")}))
 
 
+def test_answers_vote_by_equivalence_not_by_spelling() -> None:
+    row = {"answer": "5", "index": 0}
+    texts = [r"\boxed{1/2}", r"\boxed{0.5}", r"\boxed{\frac{1}{2}}", r"\boxed{5}", r"\boxed{5.0}", r"so \boxed{7", "7"]
+    verdicts = judge_samples(texts, "p", row, judge="math_accuracy", format_judge="boxed_format")
+    assert [v.answer_class for v in verdicts] == [1, 1, 1, 0, 0, None, 2]
+    assert [v.kind for v in verdicts] == ["wrong"] * 3 + ["correct"] * 2 + ["unparsable", "wrong"]
+    assert [v.formatted for v in verdicts] == [True] * 5 + [False, False]
+    exact = judge_samples([" Paris", "Paris", "x"], "p", {"answer": " Paris"}, judge="exact_match", format_judge=None)
+    assert [v.answer_class for v in exact] == [0, 1, 2]
+    assert answer_classes(["timeout", "wrong"], ["1", "1"], lambda a, b: a == b) == [None, 1]
+
+
 def test_a_judge_that_hangs_ends_the_command(
     finished_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -303,25 +316,47 @@ def test_a_judge_that_hangs_ends_the_command(
     assert "reward_timeout_s=0" in capsys.readouterr().err
 
 
-def test_answers_vote_by_equivalence_not_by_spelling() -> None:
-    row = {"answer": "5", "index": 0}
-    texts = [r"\boxed{1/2}", r"\boxed{0.5}", r"\boxed{\frac{1}{2}}", r"\boxed{5}", r"\boxed{5.0}", r"so \boxed{7", "7"]
-    verdicts = judge_samples(texts, "p", row, judge="math_accuracy", format_judge="boxed_format")
-    assert [v.answer_class for v in verdicts] == [1, 1, 1, 0, 0, None, 2]
-    assert [v.kind for v in verdicts] == ["wrong"] * 3 + ["correct"] * 2 + ["unparsable", "wrong"]
-    assert [v.formatted for v in verdicts] == [True] * 5 + [False, False]
-    exact = judge_samples([" Paris", "Paris", "x"], "p", {"answer": " Paris"}, judge="exact_match", format_judge=None)
-    assert [v.answer_class for v in exact] == [0, 1, 2]
-    assert answer_classes(["timeout", "wrong"], ["1", "1"], lambda a, b: a == b) == [None, 1]
+@pytest.mark.parametrize(
+    ("name", "damaged", "words"),
+    [
+        ("verdicts.jsonl", '{"model": "m", "dat', "verdicts.jsonl, line 2 is damaged: no JSON object with a model"),
+        ("generations.jsonl", '{"model": "m"}', "generations.jsonl, line 2 is damaged: no JSON object with a model"),
+        ("timings.jsonl", "[]", "timings.jsonl, line 2 is damaged: no JSON object with a model, seconds"),
+        ("cells.json", "[]", "cells.json is damaged: no JSON object; restore it or take it out"),
+        ("run_config.json", "{", "run_config.json is damaged: no JSON object; restore it or take it out"),
+    ],
+)
+def test_a_damaged_file_is_named_and_kept(
+    name: str, damaged: str, words: str, evaluated: Path, finished_run: Path, tmp_path: Path, capsys: Any
+) -> None:
+    shutil.copytree(evaluated, tmp_path / "e")
+    file = tmp_path / "e" / name
+    lines = file.read_text().splitlines()
+    if name.endswith(".jsonl"):
+        file.write_text("\n".join([lines[0], damaged, *lines[2:]]) + "\n")
+    else:
+        file.write_text(damaged)
+    before = contents(tmp_path / "e")
+    assert evaluate(finished_run, tmp_path / "e") == 1
+    error = capsys.readouterr().err
+    assert words in error
+    assert len(error.splitlines()) == 1
+    assert contents(tmp_path / "e") == before
+    if name.endswith(".jsonl"):  # as the message says: taken out, what was lost is made again
+        file.write_text("\n".join([lines[0], *lines[2:]]) + "\n")
+        assert evaluate(finished_run, tmp_path / "e") == 0
+        assert (tmp_path / "e" / "summary.csv").read_bytes() == (evaluated / "summary.csv").read_bytes()
 
 
 def test_lines_separators_inside_answers_do_not_break_the_files(tmp_path: Path) -> None:
     store = ResultStore(tmp_path)
+    key = SampleKey("m", "d", "sampled", 0, 0)._asdict()
+    record = {**key, "prompt": "p", "completion": "a\u2028b\x85c\nd \ud800"}
     with store.opened():
-        store.generations.append([{"completion": "a\u2028b\x85c\nd"}])
+        store.generations.append([record])
     again = ResultStore(tmp_path)
     with again.opened():
-        assert again.generations.records == [{"completion": "a\u2028b\x85c\nd"}]
+        assert again.generations.records == [record]
         with pytest.raises(UserError, match="no other evaluation"), ResultStore(tmp_path).opened():
             pass
 
@@ -329,7 +364,7 @@ def test_lines_separators_inside_answers_do_not_break_the_files(tmp_path: Path) 
 def test_shipped_evaluation_config_is_of_this_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = yaml.safe_load(shipped_configs()["evaluate"].read_text())
     assert main(["evaluate", "--config=evaluate", f"--run={tmp_path}"]) == 2
-    assert f"models.base.run={str(tmp_path)!r}" in capsys.readouterr().err
+    assert f"error: run={str(tmp_path)!r}" in capsys.readouterr().err
     assert settings["run"] == "runs/quickstart"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,23 @@ def test_merged_model_loads_in_transformers_and_trains_on(
     first = json.loads((tmp_path / "again/metrics.jsonl").read_text().splitlines()[0])
     last = json.loads((finished_run / "metrics.jsonl").read_text().splitlines()[-1])
     assert first["val/accuracy"] == last["val/accuracy"], "goes on from where the run ended"
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("kind", ["adapter", "merged"])
+def test_of_an_export_that_does_not_fit_nothing_stays(
+    kind: str, finished_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))  # the kernel lets no file grow further
+    try:
+        code = main(["export", f"--run={finished_run}", f"--to={kind}", f"--output={tmp_path / 'out'}"])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    error = capsys.readouterr().err.strip()
+    assert (code, len(error.splitlines())) == (1, 1), error
+    assert "can't be written" in error
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_bf16_file_states_its_rounding(finished_run: Path, tmp_path: Path) -> None:
