@@ -134,7 +134,8 @@ class ForkedCommand:
 
     def read(self) -> tuple[str, str]:
         """Standard output and error so far."""
-        out, err = (Path(f"{self._output}.{kind}").read_text(errors="replace") for kind in ("out", "err"))
+        files = (Path(f"{self._output}.{kind}") for kind in ("out", "err"))  # none yet where it is killed at once
+        out, err = (file.read_text(errors="replace") if file.exists() else "" for file in files)
         return out, err
 
 

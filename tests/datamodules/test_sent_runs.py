@@ -9,54 +9,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-WORKER = Path(__file__).with_name("forked_commands.py")
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-
-
-class Commands:
-    """Commands in forked children, which a test may kill."""
-
-    def __init__(self, folder: Path) -> None:
-        self.log = folder / "log.txt"
-        self.process = subprocess.Popen(
-            [sys.executable, str(WORKER)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            cwd=folder,
-            env=ENVIRONMENT,
-            text=True,
-        )
-
-    def start(self, arguments: list[str]) -> int:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write(json.dumps({"arguments": arguments, "log": str(self.log)}) + "\n")
-        self.process.stdin.flush()
-        return int(self.process.stdout.readline())
-
-    def wait(self) -> int:
-        """Exit status; minus the signal of a killed child."""
-        assert self.process.stdout is not None
-        return os.waitstatus_to_exitcode(int(self.process.stdout.readline()))
-
-    def run(self, arguments: list[str]) -> None:
-        self.start(arguments)
-        code = self.wait()
-        assert code == 0, self.log.read_text()[-3000:]
-
-
-@pytest.fixture(scope="module")
-def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
-    found = Commands(tmp_path_factory.mktemp("commands"))
-    yield found
-    found.process.communicate(timeout=20)
+Start = Callable[..., Any]
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 def arguments(model: Path, *extra: str) -> list[str]:
@@ -92,10 +53,16 @@ def fit_arguments(model: Path, cache: Path, root: Path, *extra: str) -> list[str
 
 
 @pytest.fixture(scope="module")
-def cache(commands: Commands, tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    output = tmp_path_factory.mktemp("cache") / "sent.jsonl"
-    commands.run(sent_arguments(tiny_llama, output))
-    return output
+def cache(_forks: Start, tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("cache")
+    command = _forks(sent_arguments(tiny_llama, folder / "sent.jsonl"), folder, ENVIRONMENT)
+    assert command.wait() == 0, command.read()
+    return folder / "sent.jsonl"
+
+
+def passed(result: subprocess.CompletedProcess[str]) -> str:
+    assert result.returncode == 0, result.stderr
+    return result.stdout
 
 
 def entries(path: Path) -> list[dict[str, Any]]:
@@ -108,7 +75,9 @@ def served(root: Path) -> list[list[int]]:
     return [list(dict.fromkeys(json.loads(line)["prompt_index"] for line in f.read_text().splitlines())) for f in files]
 
 
-def test_cache_goes_from_easy_to_hard_with_table_and_figure(cache: Path, commands: Commands, tiny_llama: Path) -> None:
+def test_cache_goes_from_easy_to_hard_with_table_and_figure(
+    cache: Path, grpo_lit_command: Run, tiny_llama: Path
+) -> None:
     found = entries(cache)
     assert len(found) == 30
     keys = [(e["entropy"], -e["pass_rate"], e["index"]) for e in found]
@@ -118,8 +87,7 @@ def test_cache_goes_from_easy_to_hard_with_table_and_figure(cache: Path, command
     assert "semantic entropy of 30 prompts, 3 answers each" in table
     assert cache.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     before = cache.read_bytes()
-    commands.run(sent_arguments(tiny_llama, cache))
-    assert "is complete already" in commands.log.read_text()
+    assert "is complete already" in passed(grpo_lit_command(*sent_arguments(tiny_llama, cache)))
     assert cache.read_bytes() == before
 
 
@@ -134,36 +102,36 @@ def batches(output: Path) -> int:
 
 @pytest.mark.faults
 def test_cache_killed_ten_times_ends_the_same(
-    cache: Path, commands: Commands, tiny_llama: Path, tmp_path: Path
+    cache: Path, start_grpo_lit: Start, tiny_llama: Path, tmp_path: Path
 ) -> None:
     draw = random.Random(7)
-    kills = number = 0
+    kills = number = went_on = 0
     while kills < 10:
         output = tmp_path / f"{number}.jsonl"
         number += 1
         while not output.exists():
-            pid = commands.start(sent_arguments(tiny_llama, output))
+            command = start_grpo_lit(*sent_arguments(tiny_llama, output))
             if kills < 10:
                 # by the batches written, not by the clock, which says little where other programs run too
                 goal, end = batches(output) + draw.randint(0, 4), time.monotonic() + 60
                 while batches(output) < goal and not output.exists() and time.monotonic() < end:
                     time.sleep(0.001)
                 time.sleep(draw.uniform(0, 0.05))
-                with suppress(ProcessLookupError):  # it was through already
-                    os.kill(pid, signal.SIGKILL)
-            status = commands.wait()
-            assert status in (0, -signal.SIGKILL), commands.log.read_text()[-3000:]
+                command.send_signal(signal.SIGKILL)
+            status = command.wait()
+            assert status in (0, -signal.SIGKILL), command.read()
             kills += status != 0
+            went_on += "going on after" in command.read()[0]
         assert output.read_bytes() == cache.read_bytes()
-    assert commands.log.read_text().count("going on after") >= 3, "no kill fell into the sampling"
+    assert went_on >= 3, "no kill fell into the sampling"
 
 
 def test_first_epoch_is_the_low_entropy_half_on_one_rank_and_on_two(
-    cache: Path, commands: Commands, tiny_llama: Path, tmp_path: Path
+    cache: Path, grpo_lit_command: Run, tiny_llama: Path, tmp_path: Path
 ) -> None:
     order = [entry["index"] for entry in entries(cache)]
     one = tmp_path / "one"
-    commands.run(fit_arguments(tiny_llama, cache, one))
+    passed(grpo_lit_command(*fit_arguments(tiny_llama, cache, one)))
     steps = served(one)
     assert [len(step) for step in steps] == [4, 4, 4, 3] * 2
     assert sum(steps[:4], []) == order[:15]
@@ -178,7 +146,7 @@ def test_first_epoch_is_the_low_entropy_half_on_one_rank_and_on_two(
 
 @pytest.mark.faults
 def test_five_kills_and_still_each_prompt_once_an_epoch(
-    cache: Path, commands: Commands, tiny_llama: Path, tmp_path: Path
+    cache: Path, start_grpo_lit: Start, grpo_lit_command: Run, tiny_llama: Path, tmp_path: Path
 ) -> None:
     """Uneven stages: 15 prompts are no whole number of steps, and both epochs end in a smaller one."""
     order = [entry["index"] for entry in entries(cache)]
@@ -186,18 +154,18 @@ def test_five_kills_and_still_each_prompt_once_an_epoch(
     run = fit_arguments(tiny_llama, cache, root, "--trainer.max_steps=8")
     for kill, after in enumerate((1, 2, 4, 5, 7)):
         more = ["--ckpt_path=last"] if kill else []
-        pid = commands.start([*run, *more])
+        command = start_grpo_lit(*run, *more)
         limit = time.monotonic() + 60
         while not (root / "completions" / f"step_{after:06d}.jsonl").exists() and time.monotonic() < limit:
             time.sleep(0.002)
         time.sleep(draw.uniform(0, 0.08))
-        os.kill(pid, signal.SIGKILL)
-        assert commands.wait() == -signal.SIGKILL, commands.log.read_text()[-3000:]
-    commands.run([*run, "--ckpt_path=last"])
+        command.send_signal(signal.SIGKILL)
+        assert command.wait() == -signal.SIGKILL, command.read()
+    passed(grpo_lit_command(*run, "--ckpt_path=last"))
     steps = served(root)
     assert sum(steps, []) == order
     assert len(steps) == 8
     undisturbed = tmp_path / "whole"
-    commands.run(fit_arguments(tiny_llama, cache, undisturbed, "--trainer.max_steps=8"))
+    passed(grpo_lit_command(*fit_arguments(tiny_llama, cache, undisturbed, "--trainer.max_steps=8")))
     for file in sorted((undisturbed / "completions").glob("*.jsonl")):
         assert (root / "completions" / file.name).read_text() == file.read_text()
