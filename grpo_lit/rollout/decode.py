@@ -1,8 +1,9 @@
 """One decode step: a token of every row in flight goes in, the next one comes out, everything stays on the device.
 
-A layer is six launches: norm + query-key-value product, rotary positions + cache write, attention over pages, output
-product + residual, norm + gated MLP, down product + residual. No value is read by the host, so the whole step can be
-recorded in a CUDA graph; on the CPU the same code runs as it stands.
+A layer is eight launches: norm, query-key-value product, rotary positions + cache write, attention over pages, output
+product + residual, norm, gated MLP, down product + residual. With LoRA its first factor is a launch before the product,
+and takes the norm in. No value is read by the host, so the whole step can be recorded in a CUDA graph; on the CPU the
+same code runs as it stands.
 """
 
 from __future__ import annotations
