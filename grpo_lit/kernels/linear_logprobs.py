@@ -40,6 +40,7 @@ from grpo_lit.kernels.head import (
     head_options,
     live_rows,
     project,
+    times_weight,
 )
 from grpo_lit.kernels.logit_rows import RowOptions, RowResults
 from grpo_lit.kernels.token_terms import compute_dtype
@@ -150,7 +151,7 @@ def _op(
                 dlogits = gradient_buffer(logits, weight, impl)
                 g = ones[: len(logits)]
                 logit_rows.given_rows(logits[None], ids[part], g, None, options, out.part(part), dlogits[None])
-                torch.mm(dlogits, weight, out=jac[part])
+                times_weight(dlogits, weight, jac[part])
                 del dlogits
             else:
                 logit_rows.stat_rows(logits[None], ids[part], options, out.part(part))

@@ -186,13 +186,16 @@ def test_mistakes_are_named(change, named):
 
 
 def test_a_long_row_adds_up_to_one():
-    """50,000 tokens: the sum of a softmax taken in single steps would be 1e-5 off, and with it every gradient."""
+    """50,000 tokens: sums taken in single steps would be 1e-5 off, and with them every gradient."""
     gen = torch.Generator().manual_seed(3)
     logits, ids = 4 * torch.randn(8, 50_000, generator=gen), torch.randint(50_000, (8,), generator=gen)
-    hidden, bias = torch.eye(8), torch.zeros(50_000, requires_grad=True)  # the logits are the weight, rounded nowhere
-    logprobs, _ = linear_logprobs(hidden, logits.T.contiguous(), ids, bias=bias, impl="torch")
+    hidden = torch.eye(8, requires_grad=True)  # the logits are the weight, rounded nowhere
+    weight, bias = logits.T.contiguous(), torch.zeros(50_000, requires_grad=True)
+    logprobs, _ = linear_logprobs(hidden, weight, ids, bias=bias, impl="torch")
     truth = logits.double().log_softmax(-1).gather(-1, ids[:, None]).squeeze(-1)
     assert float((logprobs.detach() - truth).abs().max()) < 5e-6
-    (gradient,) = torch.autograd.grad(logprobs.sum(), bias)  # the sum over rows of 1[v = a] - p_v
-    assert float(gradient.abs().sum()) > 1
-    assert abs(float(gradient.double().sum())) < 4e-6
+    dhidden, dbias = torch.autograd.grad(logprobs.sum(), (hidden, bias))
+    assert float(dbias.abs().sum()) > 1
+    assert abs(float(dbias.double().sum())) < 4e-6  # the sum over rows and tokens of 1[v = a] - p_v
+    expected = weight.double()[ids] - logits.double().softmax(-1) @ weight.double()
+    torch.testing.assert_close(dhidden.double(), expected, rtol=0, atol=4e-6 * float(expected.abs().max()))
