@@ -61,7 +61,7 @@ _JOINING = (
 )
 _VALUE = r"[\d\uE000-\uF8FF]"  # a digit, or mathematics, for which a character of the private area stands
 _RUN = re.compile(
-    rf"(?:(?<!\w)\w*{_VALUE}\w*|{_VALUE}|\b(?:{_ALTERING}|{_JOINING})\b|(?![.;:?!](?:\s|$))[^\w\s\"]|[^\S\n])+",
+    rf"(?:(?<!\w)\w*{_VALUE}\w*|{_VALUE}|\b(?:{_ALTERING}|{_JOINING})\b|(?![.:?!](?:\s|$))[^\w\s\"]|[^\S\n])+",
     re.IGNORECASE,
 )
 _PUNCTUATION = r"[\s,:;=*#&"

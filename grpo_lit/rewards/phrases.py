@@ -9,9 +9,10 @@ import re
 
 from .leaves import plain_words
 
-_CHOICE = re.compile(r"(?:\\text\{ *)?(?:(?:[Oo]ption|[Cc]hoice) *)?\(? *([A-J]) *(?:\)|\}|\.|:|$).*")
+_LETTER = r"(?:\\text\{ *)?(?:(?:[Oo]ption|[Cc]hoice) *)?\(? *([A-J]) *"
+_CHOICE = re.compile(rf"{_LETTER}(?:\)|\}}|\.|:|$).*")
 _OTHER_CHOICE = re.compile(r"(?<![a-zA-Z])([A-J])(?=[).:,;?}\]]|$)")
-_BARE_CHOICE = re.compile(r"(?:\\text\{ *)?(?:(?:[Oo]ption|[Cc]hoice) *)?\(? *([A-J]) *\)?\.? *\}?")
+_BARE_CHOICE = re.compile(rf"{_LETTER}\)?\.? *\}}?")
 _UNANSWERABLE = re.compile(
     r"(?:none|n/?a|unanswerable|undetermined|indeterminate|unknown"
     r"|(?:it is )?impossible to (?:determine|tell|know|answer).*"

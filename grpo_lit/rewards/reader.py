@@ -134,8 +134,6 @@ class _Reader:
             value = self.sum()
             self.take({"(": ")", "[": "]", "{": "}"}[token])
             return value
-        if token == "|":
-            return self._absolute()
         if token == r"\pi":
             return variable(r"\pi")
         if token == r"\frac":
@@ -179,14 +177,6 @@ class _Reader:
         if self.peek() == "(" and token[0] in _FUNCTION_LETTERS:
             raise Undecided("a function")
         return variable(token)
-
-    def _absolute(self) -> Value:
-        value = self.sum()
-        self.take("|")
-        size = value.approximate()
-        if size is None or abs(size) < 1e-9:
-            raise Undecided("an absolute value")
-        return value if size > 0 else multiply(number(-1), value)
 
     def _root(self) -> Value:
         degree = number(2)

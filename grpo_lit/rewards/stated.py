@@ -14,7 +14,7 @@ from functools import lru_cache
 
 from .leaves import number_word, plain_words
 from .normalize import canonical
-from .structure import Equation, Group, Items, Leaf, Node, Ratio, Relation, Union, read_structure
+from .structure import Equation, Group, Items, Leaf, Node, Ratio, Relation, Union, read_structure, split_top
 from .units import split_unit
 
 _SIDES = re.compile(r"(?<![<>!])=|\\(?:approx|to|sim|simeq|cong)(?![a-zA-Z])")
@@ -56,7 +56,7 @@ def is_plain(gold: str) -> bool:
     >>> [is_plain(t) for t in ("8", "(1,2)", "x>2", "5 cm, 6 cm", r"2\sqrt2", r"\pi", "2x+3", "yes")]
     [True, True, True, True, False, False, False, False]
     """
-    parts = [part for side in _SIDES.split(gold) for part in _parts(read_structure(side)) if part]
+    parts = [part for side in split_top(gold, _SIDES)[0] for part in _parts(read_structure(side)) if part]
     numbers = [is_number(part, powers=False) for part in parts]
     return any(numbers) and all(n or _is_no_number(part) for n, part in zip(numbers, parts, strict=True))
 
@@ -68,7 +68,7 @@ def stated(answer: str) -> str | None:
     >>> [stated(t) for t in ("8", "x = 8", "3+5 = 8", "8 = 3+5", r"3+5 \approx 7", "3+5", "(3-2,2)", "(x,y) = (1,2)")]
     ['8', 'x = 8', '8', '8', '7', None, None, '(x,y) = (1,2)']
     """
-    sides = [side.strip() for side in _SIDES.split(answer) if side.strip()]
+    sides = [side for side in split_top(answer, _SIDES)[0] if side]
     states = [all(is_number(p) or _is_no_number(p) for p in _parts(read_structure(side))) for side in sides]
     if all(states):
         return answer

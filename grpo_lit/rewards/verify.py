@@ -151,8 +151,8 @@ class VerifierPool:
             verdict, job = Verdict("unparsable", None, f"{READER_FAILED}: {error!r}"), None
         if job is not None:
             known = self._cache.find(job, timeout_s)
-            if known is not None:
-                verdict, job = _combine(_Pending(job, verdict), replace_seconds(known)), None
+            if known is not None:  # a remembered reply costs nothing
+                verdict, job = _combine(_Pending(job, verdict), known._replace(seconds=0.0)), None
         verdict = replace(verdict, latency_s=verdict.latency_s + time.perf_counter() - start)
         return verdict if job is None else _Pending(job, verdict)
 
@@ -208,11 +208,6 @@ def _combine(pending: _Pending, reply: Reply) -> Verdict:
         method="worker",
         latency_s=pending.verdict.latency_s + reply.seconds,
     )
-
-
-def replace_seconds(reply: Reply) -> Reply:
-    """A remembered reply costs nothing."""
-    return reply._replace(seconds=0.0)
 
 
 class _Cache:
