@@ -19,4 +19,3 @@ autodoc_typehints = "none"  # the signature in the source is clearer than its ex
 autodoc_default_options = {"members": True, "show-inheritance": False}
 autodoc_mock_imports = ["vllm"]
 default_role = "code"
-suppress_warnings = ["myst.xref_missing"]

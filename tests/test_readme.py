@@ -137,11 +137,18 @@ def test_check_without_a_gpu(
 
 
 def test_links_lead_somewhere() -> None:
-    missing = [
-        target
-        for target in re.findall(r"\]\(([^)#]+)\)", README)
-        if not target.startswith("http") and not (ROOT / target).exists()
-    ]
+    """To a file, and where a place in it is named, to a heading."""
+    missing = []
+    for target in re.findall(r"\]\(([^)]+)\)", README):
+        file, _, place = target.partition("#")
+        if target.startswith("http"):
+            continue
+        if not (ROOT / file).exists():
+            missing.append(target)
+        elif place:
+            headings = re.findall(r"^#+ (.*)$", (ROOT / file).read_text(encoding="utf-8"), re.M)
+            if place not in [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]:
+                missing.append(target)
     assert not missing
 
 
