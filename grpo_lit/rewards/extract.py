@@ -72,8 +72,8 @@ _ENDS = re.compile(
 )
 _UNIT = re.compile(r"(?:square |cubic )?[a-zA-Z]+(?:(?: per | an? |/)[a-zA-Z]+)?(?:\^\{?[23]\}?)?")
 # A run of LaTeX without delimiters: it ends where a word, a new line or a sentence's punctuation stands.
-_BARE_MATH_TOKEN = re.compile(
-    r"\\[a-zA-Z]+|\\[{}%]|[0-9]+(?:[.,][0-9]+)*|[-+*/^_=<>(){}\[\]|!]|(?<![a-zA-Z\\])[a-zA-Z](?![a-zA-Z])| +"
+_BARE_MATH = re.compile(
+    r"(?:\\[a-zA-Z]+|\\[{}%]|[0-9]+(?:[.,][0-9]+)*|[-+*/^_=<>(){}\[\]|!]|(?<![a-zA-Z\\])[a-zA-Z](?![a-zA-Z])| +)+"
 )
 _PROSE = re.compile(r"(?<![\\a-zA-Z0-9)])[a-zA-Z]{3,}")
 _SHORT_WORDS = re.compile(r"(?<![\\a-zA-Z])(?:so|it|is|we|of|to|he|be|as|by|if)(?![a-zA-Z])", re.IGNORECASE)
@@ -283,8 +283,9 @@ def _last_value(text: str) -> str | None:
         return _hidden(content, values)
 
     text = _MATH.sub(hide, text)
-    if "\\" in text:
-        text = _hide_last_bare_math(text, values)
+    bare = [run for run in _BARE_MATH.finditer(text) if re.search(r"\\[a-zA-Z]{2}", run[0])] if "\\" in text else []
+    if bare:
+        text = f"{text[: bare[-1].start()]} {_hidden(bare[-1][0], values)} {text[bare[-1].end() :]}"
     last = re.search(_VALUE, text[::-1])
     if last is None:
         return None
@@ -305,18 +306,3 @@ def _hidden(content: str, values: list[str]) -> str:
     """A character that stands for mathematics; 20,000 characters can't hold more spans than there are of these."""
     values.append(content.strip())
     return chr(0xE000 + len(values) - 1)
-
-
-def _hide_last_bare_math(text: str, values: list[str]) -> str:
-    """Hides the last run of tokens that holds a LaTeX command."""
-    runs: list[list[int]] = []
-    for token in _BARE_MATH_TOKEN.finditer(text):
-        if runs and runs[-1][1] == token.start():
-            runs[-1][1] = token.end()
-        else:
-            runs.append([token.start(), token.end()])
-    for begin, end in reversed(runs):
-        run = text[begin:end]
-        if re.search(r"\\[a-zA-Z]{2}", run):
-            return f"{text[:begin]} {_hidden(run, values)} {text[end:]}"
-    return text

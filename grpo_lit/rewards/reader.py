@@ -16,12 +16,12 @@ from .algebra import TooLarge, Undecided, Value, add, divide, multiply, number, 
 MAX_DEPTH = 40
 MAX_CHARS = 600
 
+_GREEK = r"alpha|beta|gamma|delta|epsilon|theta|lambda|mu|nu|rho|sigma|tau|phi|omega|Delta|Omega|Phi"
 _TOKEN = re.compile(
     r" *(?:(?P<number>(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+(?![0-9a-zA-Z.^]))?)"
-    r"|(?P<command>\\[a-zA-Z]+)|(?P<letter>[a-zA-Z])|(?P<sign>\*\*|[-+*/^_(){}\[\]|!%]))"
+    rf"|(?P<name>(?:[a-zA-Z]|\\(?:{_GREEK})(?![a-zA-Z]))(?: ?_ ?(?:[0-9]+|[a-zA-Z]|\{{[^{{}}]*\}}))?)"
+    r"|(?P<command>\\[a-zA-Z]+)|(?P<sign>\*\*|[-+*/^_(){}\[\]|!%]))"
 )
-_GREEK = {"alpha", "beta", "gamma", "delta", "epsilon", "theta", "lambda", "mu", "nu", "rho", "sigma"}
-_GREEK |= {"tau", "phi", "omega", "Delta", "Omega", "Phi"}
 # Before a bracket these are read as functions, which algebra knows nothing of.
 _FUNCTION_LETTERS = set("fghuyFGHPQTW")
 _MIXED = re.compile(r"(?<![0-9a-zA-Z.^_/}])([0-9]+) ([0-9]+) ?/ ?([0-9]+)(?![0-9a-zA-Z.^!])")
@@ -87,7 +87,7 @@ class _Reader:
                 mixed = result.rational is not None and result.rational.denominator == 1
                 # 2\frac{1}{3} is a mixed number, 2\frac{x}{3} a product.
                 result = (add if mixed and fraction.rational is not None else multiply)(result, fraction)
-            elif kind in ("letter", "command") or token in ("(", "[", "{"):
+            elif kind in ("name", "command") or token in ("(", "[", "{"):
                 result = multiply(result, self.power())
             else:
                 return result
@@ -128,8 +128,10 @@ class _Reader:
         kind, token = self.kind(), self.take()
         if kind == "number":
             return self._decimal(token)
-        if kind == "letter" or (kind == "command" and token[1:] in _GREEK):
-            return self._name(token)
+        if kind == "name":
+            if self.peek() == "(" and token[0] in _FUNCTION_LETTERS:
+                raise Undecided("a function")
+            return variable(re.sub("[ {}]", "", token))
         if token in ("(", "[", "{"):
             value = self.sum()
             self.take({"(": ")", "[": "]", "{": "}"}[token])
@@ -161,22 +163,6 @@ class _Reader:
             places = len(token.partition(".")[2])
             value += Fraction(int(digits), (10 ** len(digits) - 1) * 10**places)
         return number(value)
-
-    def _name(self, token: str) -> Value:
-        if self.peek() == "_":
-            self.take()
-            if self.peek() == "{":
-                self.take()
-                subscript = ""
-                while self.peek() not in ("}", ""):
-                    subscript += self.take()
-                self.take("}")
-            else:
-                subscript = self.take()
-            token = f"{token}_{subscript}"
-        if self.peek() == "(" and token[0] in _FUNCTION_LETTERS:
-            raise Undecided("a function")
-        return variable(token)
 
     def _root(self) -> Value:
         degree = number(2)
