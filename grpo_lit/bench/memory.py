@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from grpo_lit.bench.options import BenchParser
-from grpo_lit.bench.shapes import SHAPES, write_model_folder
+from grpo_lit.bench.shapes import SHAPES, check_lengths, write_model_folder
 from grpo_lit.callbacks.vram_profiler import PhaseMemory, VRAMProfiler
 from grpo_lit.datamodules.loader import PromptBatch
 from grpo_lit.errors import UserError
@@ -42,7 +42,7 @@ from grpo_lit.rollout import Rollout, SamplingConfig
 from grpo_lit.rollout.base import left_pad
 
 FIELDS = ("case", "phase", "predicted_mib", "allocated_mib", "reserved_mib", "ratio", "seconds")
-_CAP = "7.4GiB"  # what a desktop leaves of a card of 8 GiB
+_CAP = "7.4GiB"  # a card of 8 GiB without a desktop, less the CUDA context
 _PHASES = ("load", "rollout", "score", "train", "optimizer")
 
 
@@ -98,6 +98,7 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--csv", type=csv_argument, help="file for the rows of the tables")
     parser.add_argument("--cpu", action="store_true", help="on the CPU, where only the host's memory is measured")
     options, rest = parser.parse_known_args(list(argv))
+    check_lengths(options.shape, options.prompt_tokens, options.completion_tokens, "--completion-tokens")
     cap = parse_bytes(options.cap or _CAP, argument="--cap")
     if options.cap is not None and not _on_cuda(options):
         raise UserError("--cap", options.cap, "only where a CUDA GPU is measured")

@@ -1,7 +1,7 @@
 """``grpo-lit check``: would this configuration run here, and in how much memory? Nothing is trained.
 
-One line per finding, then the peak of each phase by kind, and what would fit ``--vram 8GiB`` (by default the GPU that
-is there). Only the model's configuration is read.
+One line per finding, then the peak of each phase by kind, and what would fit ``--vram 7GiB`` (by default what is free
+on the GPU that is there). Only the model's configuration is read.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from grpo_lit.memory.settings import formats_of, step_sizes_of
 from grpo_lit.memory.sizes import ModelSizes
 from grpo_lit.memory.units import format_bytes, parse_bytes
 from grpo_lit.model_source import load_model_config, resolve_model_source
+from grpo_lit.oom import memory_limit
 
 _PACKAGES = ("torch", "lightning", "transformers", "bitsandbytes", "math-verify", "jsonargparse", "datasets")
 _OPTIONAL = ("triton", "vllm", "peft")
@@ -62,7 +63,7 @@ def main(arguments: Sequence[str]) -> int:
 def check(arguments: Sequence[str]) -> Iterator[Finding]:
     """Findings about packages, device, configuration, model, data, disk and checkpoint, in that order."""
     if arguments and arguments[0] in ("-h", "--help"):
-        print("--vram SIZE   memory to plan for, such as 8GiB; by default that of the GPU that is there\n")
+        print("--vram SIZE   free memory to plan for, such as 7GiB; by default what is free on the GPU that is there\n")
         GRPOCLI(arguments, "check")
     budget, arguments = _take_vram(arguments)
     if budget is not None and not torch.cuda.is_available():
@@ -114,7 +115,7 @@ def _device() -> Finding:
 
 
 def _take_vram(arguments: Sequence[str]) -> tuple[int | None, list[str]]:
-    """The budget in bytes, from ``--vram`` or the GPU that is there, and the arguments without it."""
+    """The budget in bytes, from ``--vram`` or free on the GPU that is there, and the arguments without it."""
     rest: list[str] = []
     budget: int | None = None
     words = iter(arguments)
@@ -126,7 +127,7 @@ def _take_vram(arguments: Sequence[str]) -> tuple[int | None, list[str]]:
         else:
             rest.append(word)
     if budget is None and torch.cuda.is_available():
-        budget = torch.cuda.mem_get_info()[1]
+        budget = memory_limit(torch.device("cuda"))  # a desktop and other processes have some of the whole
     return budget, rest
 
 
@@ -140,7 +141,7 @@ def _model(cli: GRPOCLI, budget: int | None) -> str:
     size = sum(weight_ledger(sizes, formats_of(cli.model)).values())
     if budget is not None and size > budget:
         raise SystemFault(
-            f"model.policy.path={spec!r}: weights of {format_bytes(size)}, a GPU of {format_bytes(budget)}"
+            f"model.policy.path={spec!r}: weights of {format_bytes(size)}, room for {format_bytes(budget)}"
         )
     return f"model {spec}: {sizes.total / 1e6:.0f} M parameters, weights about {size / _GIB:.2f} GiB"
 

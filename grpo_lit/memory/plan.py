@@ -90,8 +90,8 @@ class Formats:
     """What holds keys and values; vLLM's memory is its own, set aside by its settings."""
     scores: bool = False
     """Whether a step scores its rows before the first pass."""
-    workspace: int = 32 * MIB
-    """cuBLAS: 32 MiB on Hopper, 8.1 MiB on earlier cards."""
+    workspace: int = 32 * MIB + 128 * 1024
+    """Of cuBLAS, for each of the two threads that run forward and backward: by default Hopper's."""
 
 
 @dataclass
@@ -113,23 +113,19 @@ def plan_step(sizes: ModelSizes, formats: Formats, step: StepSizes) -> dict[str,
     resident = weights | {"optimizer": int(trained_weights(sizes, formats) * formats.moment_bytes)}
     gradients = trained_weights(sizes, formats) * (formats.lora_width if formats.lora_rank else formats.width)
     plans = {
-        "load": _load(sizes, formats, weights),
+        "load": _load(sizes, formats),
         "rollout": _rollout(sizes, formats, step),
         "train": _train(sizes, formats, step) | {"gradients": gradients},
-        "optimizer": {"gradients": gradients, "activations": gradients},  # the foreach step's temporaries
+        "optimizer": {"gradients": gradients, "activations": 2 * gradients},  # the foreach step's temporaries
     }
     if formats.scores:
         plans["score"] = _score(sizes, formats, step)
-    fixed = {"load": weights}
-    return {
-        phase: PhasePlan(phase, _ordered(fixed.get(phase, resident | {"workspace": formats.workspace}), plans[phase]))
-        for phase in PHASES
-        if phase in plans
-    }
-
-
-def _ordered(*ledgers: Ledger) -> Ledger:
-    return {kind: sum(ledger.get(kind, 0) for ledger in ledgers) for kind in KINDS}
+    threads = {"rollout": 1, "score": 1, "train": 2, "optimizer": 2}
+    for phase, count in threads.items():
+        if phase in plans:
+            plans[phase] |= resident | {"workspace": count * formats.workspace}
+    plans["load"] |= weights
+    return {phase: PhasePlan(phase, {k: plans[phase].get(k, 0) for k in KINDS}) for phase in PHASES if phase in plans}
 
 
 # ---- what stays ---------------------------------------------------------------------------------------------------
@@ -181,9 +177,8 @@ def kv_bytes_per_token(sizes: ModelSizes, formats: Formats) -> int:
 # ---- phases -------------------------------------------------------------------------------------------------------
 
 
-def _load(sizes: ModelSizes, formats: Formats, weights: Ledger) -> Ledger:
+def _load(sizes: ModelSizes, formats: Formats) -> Ledger:
     """One layer's floating-point weight is on the device while it is quantized."""
-    del weights
     if not formats.nf4 or not sizes.linear:
         return {}
     return {"activations": max(a * b for a, b in sizes.linear.values()) * formats.width}
@@ -205,7 +200,8 @@ def _rollout(sizes: ModelSizes, formats: Formats, step: StepSizes) -> Ledger:
         own = -(-(step.row_tokens - 1) // PAGE) - full
         cache = (prompt_rows * -(-(step.prompt_tokens - 1) // PAGE) + rows * own + 1) * PAGE * per_token
         growing, logits = 0, rows * sizes.vocab * (4 + formats.width)
-    return {"KV cache": cache, "activations": max(growing, _forward(sizes, formats, n)), "logits": logits}
+    forward = _forward(sizes, replace(formats, fused=False), n)  # engines run the layers in a way of their own
+    return {"KV cache": cache, "activations": max(growing, forward), "logits": logits}
 
 
 def _score(sizes: ModelSizes, formats: Formats, step: StepSizes) -> Ledger:
@@ -309,7 +305,8 @@ def backward_of_layer(sizes: ModelSizes, formats: Formats, n: int) -> int:
         c = -(-n // chunks)
         weights = e * (h * (a + 2 * k) + a * h) if formats.nf4 else 0
         feed_forward = c * e * (3 * i + 2 * h) + _dequantized(sizes, formats)
-        return seen + gradients + weights + max(feed_forward, attention)
+        more = n * h * e  # found by measuring from 3,584 to 49,280 tokens
+        return seen + gradients + more + weights + max(feed_forward, attention)
     c = n if formats.mlp_tile is None else min(n, formats.mlp_tile)
     tiled = 0 if c == n else 2 * n * h * e
     kept = kept_by_layer(sizes, formats, n) - (0 if c < n else n * e * (3 if sizes.gated else 2) * i)

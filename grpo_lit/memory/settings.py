@@ -84,10 +84,13 @@ def moment_bytes(module: GRPOModule, width: int) -> float:
 
 
 def workspace_bytes() -> int:
-    """What cuBLAS takes from the allocator: 32 MiB from Hopper on, 8.1 MiB on earlier cards and where unknown."""
-    if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 9:
-        return 32 * MIB
-    return 8 * MIB + 128 * 1024
+    """What cuBLAS takes from the allocator for a thread: the main one, and autograd's, which runs the backward.
+
+    32.1 MiB from Hopper on, 8.1 MiB on earlier cards and where unknown (getChosenWorkspaceSize in torch's
+    CublasHandlePool.cpp).
+    """
+    hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 9
+    return (32 if hopper else 8) * MIB + 128 * 1024
 
 
 def step_sizes_of(module: GRPOModule, *, prompt_tokens: int, prompts: int, rows: int | None = None) -> StepSizes:

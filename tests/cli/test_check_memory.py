@@ -7,9 +7,11 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from grpo_lit.bench.shapes import write_model_folder
 from grpo_lit.cli import main
+from grpo_lit.cli.check import _take_vram
 
 FIXED = ["--data=MathDataModule", "--data.dataset=arithmetic", "--data.val_prompts=8", "--trainer.accelerator=cpu"]
 
@@ -103,3 +105,13 @@ def test_a_budget_that_is_no_size(value: str, capsys: pytest.CaptureFixture[str]
 def test_the_shape_is_the_published_one(r1: Path) -> None:
     config = json.loads((r1 / "config.json").read_text())
     assert (config["hidden_size"], config["num_hidden_layers"], config["vocab_size"]) == (1536, 28, 151936)
+
+
+def test_the_budget_of_a_gpu_that_is_there_is_what_others_leave_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A desktop takes 0.3 to 0.8 GB of a consumer card."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (6 * 2**30, 8 * 2**30))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device=None: 0)
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device=None: 1.0)
+    assert _take_vram(["--config=3060ti"]) == (6 * 2**30, ["--config=3060ti"])
+    assert _take_vram(["--vram", "7GiB"]) == (7 * 2**30, [])
