@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
+
 
 @contextmanager
 def read_once(gguf_file: str | None) -> Iterator[None]:
@@ -42,7 +44,15 @@ def _shared_reader(path: str | os.PathLike[str], mode: str = "r") -> Any:
 
 @functools.lru_cache(maxsize=1)  # a reader maps the file and holds the parsed metadata: some 100 MB for 50,000 tokens
 def _reader(path: str, mode: str, changed_ns: int, size: int) -> Any:
-    return importlib.import_module("gguf.gguf_reader").GGUFReader(path, mode)
+    plain: Any = importlib.import_module("gguf.gguf_reader").GGUFReader
+
+    class Reader(plain):  # type: ignore[misc]
+        """Slices of plain memory: those of a memmap, a million of them, take three times as long."""
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            super().__setattr__(name, np.asarray(value) if name == "data" else value)
+
+    return Reader(path, mode)
 
 
 @functools.lru_cache(maxsize=4)
