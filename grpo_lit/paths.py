@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 from grpo_lit.errors import UserError
@@ -37,9 +38,13 @@ def output_file(path: str | Path, argument: str) -> Path:
 def csv_argument(text: str) -> Path:
     """`output_file` as the type of an argument of argparse."""
     try:
-        return output_file(text, "--csv")
+        path = output_file(text, "--csv")
     except UserError as error:
         raise argparse.ArgumentTypeError(f"{text!r}: accepted is {error.accepted}") from error
+    folder = next(part for part in path.absolute().parents if part.exists())
+    if not os.access(folder, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text!r}: {folder} can't be written")
+    return path
 
 
 def image_argument(text: str) -> Path:

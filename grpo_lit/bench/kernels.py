@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from grpo_lit.bench.options import BenchParser
 from grpo_lit.bench.timing import Timer
-from grpo_lit.errors import OneLineParser, UserError
-from grpo_lit.paths import csv_argument
+from grpo_lit.paths import csv_argument, image_argument
 
 if TYPE_CHECKING:
     from grpo_lit.bench.kernel_cases import Case
@@ -51,13 +51,13 @@ _SLACK = {
 }
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = OneLineParser(prog="grpo-lit bench kernels", description=__doc__.splitlines()[0])
-    parser.add_argument("--sections", nargs="+", default=list(SECTIONS), metavar="NAME", help=" | ".join(SECTIONS))
-    parser.add_argument("--samples", type=int, default=15, help="timed samples of each candidate (default 15)")
-    parser.add_argument("--modes", nargs="+", default=["full"], metavar="MODE", help="full | forward | backward")
+def _parser() -> BenchParser:
+    parser = BenchParser(prog="grpo-lit bench kernels", description=__doc__.splitlines()[0])
+    parser.option("--sections", nargs="+", default=list(SECTIONS), among=SECTIONS)
+    parser.option("--samples", type=int, default=15, least=1, help="timed samples of each candidate (default 15)")
+    parser.option("--modes", nargs="+", default=["full"], among=_MODES)
     parser.add_argument("--csv", type=csv_argument, help="write every row with GPU, versions and date to this file")
-    parser.add_argument("--plot", type=Path, help="write bandwidth against vocabulary to this image")
+    parser.add_argument("--plot", type=image_argument, help="write bandwidth against vocabulary to this image")
     parser.add_argument("--json", action="store_true", help="print the rows as JSON, and nothing else")
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile (and what uses it) out")
     return parser
@@ -70,15 +70,6 @@ def main(argv: Sequence[str]) -> int:
         argv: arguments after ``grpo-lit bench kernels``.
     """
     options = _parser().parse_args(argv)
-    for name, values, accepted in (
-        ("--sections", options.sections, SECTIONS),
-        ("--modes", options.modes, _MODES),
-    ):
-        for value in values:
-            if value not in accepted:
-                raise UserError(name, value, " | ".join(accepted))
-    if options.samples < 1:
-        raise UserError("--samples", options.samples, ">= 1")
     on_cuda = torch.cuda.is_available()
     if not on_cuda:
         os.environ["TRITON_INTERPRET"] = "1"  # before Triton is first imported

@@ -71,8 +71,9 @@ class BenchParser(OneLineParser):
         given, _ = super().parse_known_args(args, blank)  # what is there already gets no default
         for action, rules in self._rules:
             name, value = action.option_strings[0], getattr(options, action.dest)
-            if (accepted := _accepted(value, rules)) is not None:
-                raise UserError(name, value, accepted)
+            for one in value if isinstance(value, list) else [value]:
+                if (accepted := _accepted(one, rules)) is not None:
+                    raise UserError(name, one, accepted)
             if getattr(given, action.dest) is _NOT_GIVEN:
                 continue
             if rules["needs"] and not self._holds(rules["needs"], options):
@@ -100,14 +101,13 @@ class BenchParser(OneLineParser):
 
 
 def _accepted(value: Any, rules: dict[str, Any]) -> str | None:
-    """What is accepted, where a value of the option is not."""
-    for one in value if isinstance(value, list) else [value]:
-        if one is None:
-            continue
-        if rules["least"] is not None and not one >= rules["least"]:
-            return f"at least {rules['least']}"
-        if rules["above"] is not None and not one > rules["above"]:
-            return f"above {rules['above']}"
-        if rules["among"] is not None and one not in rules["among"]:
-            return " | ".join(rules["among"])
+    """What is accepted, where a value is not."""
+    if value is None:
+        return None
+    if rules["least"] is not None and not value >= rules["least"]:
+        return f"at least {rules['least']}"
+    if rules["above"] is not None and not value > rules["above"]:
+        return f"above {rules['above']}"
+    if rules["among"] is not None and value not in rules["among"]:
+        return " | ".join(rules["among"])
     return None

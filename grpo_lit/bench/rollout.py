@@ -22,7 +22,7 @@ import transformers
 from grpo_lit.bench import rollout_cases as cases
 from grpo_lit.bench.options import BenchParser
 from grpo_lit.bench.rollout_breakdown import breakdown, lines
-from grpo_lit.bench.shapes import SHAPES
+from grpo_lit.bench.shapes import SHAPES, check_lengths
 from grpo_lit.errors import SystemFault
 from grpo_lit.paths import csv_argument, image_argument
 from grpo_lit.rollout.model_reader import weight_bytes
@@ -55,6 +55,7 @@ def main(argv: Sequence[str]) -> int:
         argv: arguments after ``grpo-lit bench rollout``.
     """
     options = _parser().parse_args(argv)
+    check_lengths(options.shape, options.prompt_tokens, max(options.tokens), "--tokens")
     if options.breakdown and not torch.cuda.is_available():
         raise SystemFault("--breakdown reads the times of CUDA kernels; there is no CUDA device")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

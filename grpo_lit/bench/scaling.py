@@ -26,7 +26,7 @@ import torch
 
 from grpo_lit.bench import ragged
 from grpo_lit.bench.options import BenchParser
-from grpo_lit.bench.shapes import SHAPES, write_model_folder
+from grpo_lit.bench.shapes import SHAPES, check_lengths, write_model_folder
 from grpo_lit.errors import SystemFault, UserError
 from grpo_lit.paths import csv_argument
 
@@ -133,6 +133,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--csv", type=csv_argument, help="also write the table to this file")
     options = parser.parse_args(list(argv))
+    check_lengths(options.shape, 8, options.tokens, "--tokens")  # prompts are sums of digits
     if options.ragged is not None and max(options.devices) < 2:
         raise UserError("--devices", max(options.devices), "2 or more with --ragged: one rank waits for nobody")
     return options

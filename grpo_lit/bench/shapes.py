@@ -61,6 +61,18 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
+def check_lengths(shape: str, prompt_tokens: int, completion_tokens: int, argument: str) -> None:
+    """See that a shape has positions for a prompt and its completion.
+
+    Raises:
+        UserError: it has not; ``argument`` is the option of the completion's length.
+    """
+    positions = SHAPES[shape]["max_position_embeddings"]
+    if prompt_tokens + completion_tokens > positions:
+        accepted = f"at most {positions - prompt_tokens}: the model has {positions} positions"
+        raise UserError(argument, completion_tokens, accepted)
+
+
 def write_model_folder(shape: str, folder: Path) -> Path:
     """Write config.json of a shape and the tokenizer of the quick start's model; no weights.
 

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from grpo_lit.bench.options import BenchParser
-from grpo_lit.bench.shapes import SHAPES, write_model_folder
+from grpo_lit.bench.shapes import SHAPES, check_lengths, write_model_folder
 from grpo_lit.errors import UserError
 from grpo_lit.paths import csv_argument
 
@@ -115,10 +115,8 @@ def _check_configuration(options: argparse.Namespace, extra: Sequence[str]) -> N
     """
     from grpo_lit.cli.train import build
 
-    longest = SHAPES[options.shape]["max_position_embeddings"] - options.prompt_tokens
-    if not options.task and options.completion_tokens > longest:
-        accepted = f"at most {longest}: the model has {longest + options.prompt_tokens} positions"
-        raise UserError("--completion-tokens", options.completion_tokens, accepted)
+    if not options.task:
+        check_lengths(options.shape, options.prompt_tokens, options.completion_tokens, "--completion-tokens")
     if not options.task and not extra:
         return
     with tempfile.TemporaryDirectory() as scratch:

@@ -191,7 +191,7 @@ def find_config(value: str) -> str:
     raise UserError("--config", value, f"a YAML file or one of the shipped configs: {', '.join(shipped)}")
 
 
-class _EachKeyOnce(yaml.SafeLoader):
+class _EachKeyOnce(yaml.SafeLoader):  # type: ignore[misc]
     """Refuses a key that stands twice in one section, of which YAML would silently take the last."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
@@ -200,7 +200,8 @@ class _EachKeyOnce(yaml.SafeLoader):
             if str(key.value) in seen:
                 raise yaml.MarkedYAMLError(problem=f"{key.value} stands twice", problem_mark=key.start_mark)
             seen.add(str(key.value))
-        return super().construct_mapping(node, deep)
+        made: dict[Any, Any] = super().construct_mapping(node, deep)
+        return made
 
 
 def _check_yaml(value: str) -> None:
