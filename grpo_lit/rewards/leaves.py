@@ -195,7 +195,10 @@ def _same_percent(bare: str, marked: str, oracle: Oracle) -> bool | None:
     """A number without the sign against one with it."""
     policy = oracle.policy.percent
     as_number = False if policy == "value" else _same_value(bare, marked, oracle)
-    return as_number if policy == "number" else either(as_number, lambda: _same_value(bare, f"({marked})/100", oracle))
+    if as_number or policy == "number":
+        return as_number
+    as_value = _same_value(bare, f"({marked})/100", oracle)
+    return as_value if as_value or as_number is False else None
 
 
 def _same_value(gold: str, answer: str, oracle: Oracle) -> bool | None:
@@ -203,14 +206,6 @@ def _same_value(gold: str, answer: str, oracle: Oracle) -> bool | None:
     if left is not None and right is not None and left == right:
         return True
     return oracle.equal(gold, answer)
-
-
-def either(first: bool | None, second: object) -> bool | None:
-    """``first or second()`` with three values; the second is only asked if it matters."""
-    if first:
-        return True
-    other = second()  # type: ignore[operator]
-    return True if other else None if first is None or other is None else False
 
 
 def check_size(text: str) -> None:
