@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from grpo_lit.oom import memory_limit
+
 
 @dataclass
 class RolloutStats:
@@ -54,7 +56,7 @@ class RolloutStats:
 @functools.cache
 def copy_bandwidth(device: torch.device, num_bytes: int = 1 << 27) -> float:
     """Bytes per second that a copy of `num_bytes` reads and writes, best of 5; 0 without CUDA or memory for it."""
-    if device.type != "cuda" or torch.cuda.mem_get_info(device)[0] < 4 * num_bytes:
+    if device.type != "cuda" or memory_limit(device) - torch.cuda.memory_allocated(device) < 4 * num_bytes:
         return 0.0
     source = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
