@@ -82,23 +82,26 @@ def export_merged(resolved: ResolvedModel, folder: Path, *, base: Base, dtype: s
     quantized = resolved.policy.quantization is not None
     if base == "dequantized" and not quantized:
         raise UserError("base", base, "original: this base was not quantized")
-    policy, encoder = load_model(_unquantized(resolved), "cpu")
-    trained, over_same = None, None
-    if quantized:
+    plain = _unquantized(resolved)
+    loaded, trained = None, None
+    if quantized:  # first and alone: two copies of a model in float32 are more than many computers hold
         in_4_bits = replace(resolved, policy=replace(resolved.policy, dtype="fp32"))
-        trained_policy, _ = load_model(in_4_bits, "cpu")
+        trained_policy, encoder = load_model(in_4_bits, "cpu")
         if base == "dequantized":
-            copy_dequantized(trained_policy.model, policy.model)
+            loaded = load_model(plain, "cpu")
+            copy_dequantized(trained_policy.model, loaded[0].model)
         trained = probe(trained_policy.model, encoder.tokenizer)
         del trained_policy
+    policy, encoder = loaded or load_model(plain, "cpu")
     over_same = probe(policy.model, encoder.tokenizer)
     merge_lora(policy.model)
     policy.model.to(DTYPES[dtype])  # type: ignore[arg-type]
     save_model(policy, encoder.tokenizer, folder)
-    written = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    found = {f"adapter over the {base} base": measure(over_same, probe(written, encoder.tokenizer))}
+    del loaded, policy
+    written = probe(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), encoder.tokenizer)
+    found = {f"adapter over the {base} base": measure(over_same, written)}
     if trained is not None:
-        found["model as trained, over the nf4 base"] = measure(trained, probe(written, encoder.tokenizer))
+        found["model as trained, over the nf4 base"] = measure(trained, written)
     return found
 
 

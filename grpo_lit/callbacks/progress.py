@@ -9,6 +9,7 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Column
 from typing_extensions import override
 
 from grpo_lit.phases import Phase, PhaseListener
@@ -29,7 +30,7 @@ class StepProgress(PhaseListener, ProgressBar):
         self._enabled = True
         self._bar: Progress | None = None
         self._task = TaskID(0)
-        self._last_line = self._phase_start = 0.0
+        self._last_line = self._phase_start = self._validation_line = 0.0
         self._text = ""
 
     @override
@@ -50,8 +51,8 @@ class StepProgress(PhaseListener, ProgressBar):
         self._bar = Progress(
             TextColumn("rollout step"),
             MofNCompleteColumn(),
-            BarColumn(bar_width=12),
-            TimeElapsedColumn(),
+            BarColumn(bar_width=12, table_column=Column(min_width=12)),
+            TimeElapsedColumn(table_column=Column(min_width=7)),  # a narrow terminal cuts the text behind it instead
             TextColumn("[cyan]{task.fields[phase]:<9}"),
             TextColumn("{task.fields[rows]}"),
             TextColumn("{task.description}"),
@@ -93,6 +94,29 @@ class StepProgress(PhaseListener, ProgressBar):
         elif self._enabled and time.monotonic() - self._last_line >= self.seconds_between_lines:
             self._last_line = time.monotonic()
             print(f"rollout step {step}: {self._text}", flush=True)
+
+    @override
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Count from here: a validation that is quick is only told when it is done."""
+        self._validation_line = time.monotonic()
+
+    @override
+    def on_validation_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Show how far the validation is; without a terminal only where it takes long."""
+        text = f"{batch_idx + 1}/{trainer.num_val_batches[0]} batches"
+        if self._bar is not None:
+            self._bar.update(self._task, rows=text)
+        elif self._enabled and time.monotonic() - self._validation_line > 6 * self.seconds_between_lines:
+            self._validation_line = time.monotonic()
+            print(f"validation after rollout step {pl_module.rollout_step}: {text}", flush=True)
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -61,6 +61,7 @@ def main(arguments: Sequence[str]) -> int:
         if options.to == "adapter":
             export_adapter(resolved, made)
         else:
+            print("merging on the CPU, in float32, and comparing log-probs before and after", flush=True)
             differences = export_merged(resolved, made, base=options.base, dtype=options.dtype)
             write_differences(made, differences)
         card = model_card(
