@@ -96,11 +96,15 @@ def _ragged(options: argparse.Namespace, accelerator: str, folder: Path, scratch
     found = ragged.read_waits(root / "metrics.jsonl", layouts, warm_up=1)
     in_flight = options.rows_in_flight or "all"
     print(f"{devices} device(s), lengths geometric with mean {options.ragged}, {in_flight} rows of a rank in flight")
+    rows = options.rows_in_flight or options.prompts * options.group_size
     for one in found:
+        settings = (options.prompts * devices, options.group_size, rows, options.ragged, options.tokens)
+        expected = ragged.expected_wait(one.layout, devices, *settings)
         print(
             f"{one.layout:<7} {one.tokens:>8.0f} tokens, {one.step_s:>7.3f} s a step, {one.tokens_per_s:.0f} tokens/s, "
             f"rollout {one.rollout_s:.3f} s; longest wait after it {one.rollout_wait_s:.3f} s, after the passes "
-            f"{one.train_wait_s:.3f} s: {one.waited_share:.1%} of the step"
+            f"{one.train_wait_s:.3f} s: {one.waited_share:.1%} of the step; after the rollout "
+            f"{one.rollout_wait_s / one.rollout_s:.1%} of it, {expected:.1%} by the lengths"
         )
     _write_csv(options.csv, ragged.FIELDS, [one.row() for one in found])
     return 0

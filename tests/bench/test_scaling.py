@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from grpo_lit.bench import scaling
-from grpo_lit.bench.ragged import FIELDS, RaggedLengths, read_waits
+from grpo_lit.bench.ragged import FIELDS, RaggedLengths, expected_wait, read_waits
 from grpo_lit.errors import UserError
 
 
@@ -72,3 +72,14 @@ def test_every_token_may_end_a_completion() -> None:
     RaggedLengths(64, ["groups", "split", "queue"]).on_train_batch_start(None, module, None, 0)  # type: ignore[arg-type]
     assert module.engine.eos_token_ids == list(range(8))
     assert module.rollout_config.layout == "split"
+
+
+def test_a_queue_waits_less_the_more_prompts_there_are() -> None:
+    def wait(layout: str, prompts: int) -> float:
+        return expected_wait(layout, 2, prompts, group_size=4, in_flight=8, mean_length=192, limit=768)
+
+    assert wait("groups", 16) == pytest.approx(0.188, abs=0.01)  # found with other draws
+    assert wait("split", 16) == pytest.approx(0.186, abs=0.01)
+    assert wait("queue", 16) == pytest.approx(0.166, abs=0.01)
+    assert wait("queue", 64) == pytest.approx(0.053, abs=0.01)
+    assert wait("groups", 64) == pytest.approx(0.093, abs=0.01)
