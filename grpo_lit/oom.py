@@ -124,6 +124,7 @@ def drop_frames(error: BaseException) -> None:
 
 def memory_limit(device: torch.device) -> int:
     """Bytes of a CUDA device that this process may hold: its share, less what others use just now."""
-    free, total = torch.cuda.mem_get_info(device)
-    share = int(total * torch.cuda.get_per_process_memory_fraction(device))
+    index = torch.cuda.current_device() if device.index is None else device.index
+    free, total = torch.cuda.mem_get_info(index)
+    share = int(total * torch.cuda.get_per_process_memory_fraction(index))  # which takes no "cuda" without an index
     return min(share, free + torch.cuda.memory_reserved(device))

@@ -112,6 +112,7 @@ def test_the_budget_of_a_gpu_that_is_there_is_what_others_leave_of_it(monkeypatc
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (6 * 2**30, 8 * 2**30))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device=None: 0)
-    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device=None: 1.0)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", {0: 1.0}.__getitem__)
     assert _take_vram(["--config=3060ti"]) == (6 * 2**30, ["--config=3060ti"])
     assert _take_vram(["--vram", "7GiB"]) == (7 * 2**30, [])
