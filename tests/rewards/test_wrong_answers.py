@@ -163,7 +163,18 @@ OTHER_KINDS = [
     *[("yes", text) for text in ("yes and no", "yes is wrong", "not yes", "yes or no", "no")],
     *[
         ("A", text)
-        for text in ("A. B. C.", "(A) (B)", "A, B", "A or B", "A/B", "not A", "option A or option B", "A? B?", "C")
+        for text in (
+            "A. B. C.",
+            "(A) (B)",
+            "A, B",
+            "A or B",
+            "A/B",
+            "not A",
+            "option A or option B",
+            "A? B?",
+            "A. B?",
+            "C",
+        )
     ],
 ]
 THOUSANDS = [
