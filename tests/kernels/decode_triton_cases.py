@@ -284,7 +284,7 @@ def test_decode_linear(case, rows, width, dtype, packed):
     check_linear(rows, width, dtype=dtype, packed=packed, **LINEARS[case])
 
 
-@pytest.mark.parametrize("plan", [(16, 3, 1, 4, 4, 8), (32, 2, 2, 4, 3, 0), (32, 1, 1, 2, 4, 8)], ids=str)
+@pytest.mark.parametrize("plan", [(16, 3, 1, 4, 4, 8, 4), (32, 2, 2, 2, 3, 0, 2), (32, 2, 4, 2, 3, 0, 1)], ids=str)
 @pytest.mark.parametrize("activation", [None, "silu"])
 @pytest.mark.parametrize("rows", [3, 12])
 def test_nf4_products_however_they_are_cut(rows, activation, plan):

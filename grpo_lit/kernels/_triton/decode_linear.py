@@ -27,7 +27,17 @@ MAX_ROWS = 32  # with more, cuBLAS is faster, even on weights that are first tur
 
 
 class Plan(NamedTuple):
-    """How a product is cut: columns of a tile, programs along K, columns of K at a time (dense only), and so on."""
+    """How a product is cut.
+
+    Attributes:
+        columns: of a tile, which a program makes.
+        splits: programs along K.
+        depth: columns of K at a time (dense); blocks of 64 a warp and step (NF4).
+        num_warps: of a program.
+        num_stages: steps in flight.
+        prefetch: lines of 128 bytes of each column that are asked for before the previous kernel has ended.
+        shares: parts of K for a program's warps, 1 or ``num_warps``; with 1 they share the columns (NF4).
+    """
 
     columns: int
     splits: int
@@ -35,6 +45,7 @@ class Plan(NamedTuple):
     num_warps: int
     num_stages: int
     prefetch: int = 0
+    shares: int = 1
 
 
 def dense_plan(rows: int, columns: int, width: int, gated: bool, multiprocessors: int = 132) -> Plan:
@@ -47,14 +58,19 @@ def dense_plan(rows: int, columns: int, width: int, gated: bool, multiprocessors
 
 
 def nf4_plan(rows: int, columns: int, width: int, gated: bool, multiprocessors: int = 132) -> Plan:
-    """By size, as measured on an H200; the four warps of a program share its blocks of 64 along K."""
+    """By size, as measured on an H200: warps share K, but for small matrices and more than 8 rows the columns."""
     if width > 4096:
         tiles = triton.cdiv(columns // 2 if gated else columns, 32)
-        return Plan(32, max(1, min(round(2.2 * multiprocessors / tiles), width // 512)), 2, 4, 3, 8)
-    if columns > 4096 and rows > 8:
-        return Plan(32, 1, 2, 4, 3, 8)
-    tile = 16 if rows <= 8 or columns <= 1024 else 32
-    return Plan(tile, 2 if columns > 4096 and not gated else 1, 1, 4, 4, 8)
+        splits = max(1, min(round(2.2 * multiprocessors / tiles), width // 512))
+        return Plan(32, splits, 2, 4, 3, 8, 4) if rows <= 16 else Plan(32, splits, 1, 4, 4, 8, 4)
+    if gated:
+        return Plan(16, 1, 1, 4, 4, 8, 4)
+    if columns > 4096:
+        return Plan(16, 2, 1, 4, 4, 8, 4) if rows <= 8 else Plan(32, 1, 2, 4, 3, 8, 4)
+    if rows > 8:
+        splits = round(4.2 * multiprocessors / triton.cdiv(columns, 32))
+        return Plan(32, max(1, min(splits, width // 256)), 4, 2, 3)
+    return Plan(16 if columns < 2048 else 32, 1, 1, 4, 4, 8, 4)
 
 
 def fewer_stages(plan: Plan, matrices: int, rows: int, shared_memory: int) -> Plan:
@@ -199,7 +215,7 @@ def _launch(
         **overlap(x),
     }
     if packed:
-        cut = {"UNROLL": plan.depth, "WARPS": plan.num_warps}
+        cut = {"UNROLL": plan.depth, "SHARES": plan.shares}
         nf4_kernel[grid](*_nf4_tensors(x, parts), *after, **cut, **_nf4_options(x, parts), **options)
     else:
         dense = three([part.weight if isinstance(part.weight, Tensor) else None for part in parts], x)

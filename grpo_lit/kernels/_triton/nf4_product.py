@@ -47,10 +47,16 @@ def _block_scale(stored, scale_code, shift, NESTED: tl.constexpr):  # type: igno
 def _block_product(  # type: ignore[no-untyped-def]
     even, odd, packed, code, number, lane, scale, BF16: tl.constexpr, PERMUTE: tl.constexpr
 ):
-    """(WARPS, COLUMNS, ROWS) products with a block of 64 for each warp and column, their numbers in ``number``."""
+    """(SHARES, COLUMNS, ROWS) products with a block of 64 each, their numbers in ``number``; without SHARES if 1."""
     q = tl.load(packed + (number.to(tl.int64) * 32)[:, :, None] + lane[None, None, :])
     early, late = unpacked(q, code, BF16, PERMUTE)
-    return tl.dot(late, odd, tl.dot(early, even)) * scale[:, :, None]
+    if q.shape[0] == 1:
+        early, late = tl.reshape(early, q.shape[1:]), tl.reshape(late, q.shape[1:])
+        even, odd = tl.reshape(even, even.shape[1:]), tl.reshape(odd, odd.shape[1:])
+        product = tl.dot(late, odd, tl.dot(early, even)) * tl.reshape(scale, scale.shape[1:])[:, None]
+    else:
+        product = tl.dot(late, odd, tl.dot(early, even)) * scale[:, :, None]
+    return product
 
 
 @triton.jit
@@ -97,7 +103,7 @@ def nf4_kernel(  # type: ignore[no-untyped-def]
     splits,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    WARPS: tl.constexpr,
+    SHARES: tl.constexpr,
     UNROLL: tl.constexpr,
     PREFETCH: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -137,14 +143,14 @@ def nf4_kernel(  # type: ignore[no-untyped-def]
             prefetch(scales1 + ahead, PDL)
     wait_for_previous(PDL)
     DTYPE: tl.constexpr = tl.bfloat16 if BF16 else tl.float16
-    warp = tl.arange(0, WARPS)  # each takes every WARPS-th block of the share
+    warp = tl.arange(0, SHARES)  # one stands for all where they share the columns
     lane = tl.arange(0, 32)
     shift, other_shift = 0.0, 0.0
     if NESTED:
         shift = tl.load(offset)
         if GATED:
             other_shift = tl.load(offset1)
-    y = tl.zeros((WARPS, COLUMNS, ROWS), tl.float32)
+    y = tl.zeros((COLUMNS, ROWS) if SHARES == 1 else (SHARES, COLUMNS, ROWS), tl.float32)
     other = y
     # what scales are computed from is read a block ahead
     number = start_of[None, :] + tl.minimum(start + warp, blocks - 1)[:, None]
@@ -152,9 +158,9 @@ def nf4_kernel(  # type: ignore[no-untyped-def]
     other_stored = stored
     if GATED:
         other_stored = _stored_scale(scales1, groups1, number, NESTED)
-    for step in range(start, end, WARPS * UNROLL):
+    for step in range(start, end, SHARES * UNROLL):
         for i in tl.static_range(UNROLL):
-            block = step + i * WARPS + warp
+            block = step + i * SHARES + warp
             safe = tl.minimum(block, blocks - 1)
             # two neighbouring 16-bit numbers of x at a time; zeros beyond this program's share
             pairs = tl.load(
@@ -167,7 +173,7 @@ def nf4_kernel(  # type: ignore[no-untyped-def]
             if not PERMUTE:  # the interpreter has no 16-bit products
                 even, odd = even.to(tl.float32), odd.to(tl.float32)
             number = start_of[None, :] + safe[:, None]
-            later = start_of[None, :] + tl.minimum(block + WARPS, blocks - 1)[:, None]
+            later = start_of[None, :] + tl.minimum(block + SHARES, blocks - 1)[:, None]
             scale = _block_scale(stored, scale_code, shift, NESTED)
             stored = _stored_scale(scales, groups, later, NESTED)
             y += _block_product(even, odd, packed, code, number, lane, scale, BF16, PERMUTE)
@@ -175,7 +181,8 @@ def nf4_kernel(  # type: ignore[no-untyped-def]
                 scale = _block_scale(other_stored, scale_code1, other_shift, NESTED)
                 other_stored = _stored_scale(scales1, groups1, later, NESTED)
                 other += _block_product(even, odd, packed1, code, number, lane, scale, BF16, PERMUTE)
-    y, other = tl.sum(y, 0), tl.sum(other, 0)
+    if SHARES > 1:
+        y, other = tl.sum(y, 0), tl.sum(other, 0)
     tiles = tl.num_programs(0)
     last, y, other = gathered(y, other, partial, counters, tile, split, splits, tiles, row, rows, SPLIT, GATED)
     if last:
