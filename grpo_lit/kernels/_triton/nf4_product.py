@@ -1,16 +1,21 @@
 """A few rows times NF4 matrices; see ``grpo_lit.kernels.decode_linear`` and ``grpo_lit.kernels.nf4``.
 
-What holds it (H200, 4 rows, 1536 -> 8960): 11.5 us, where reading the weights takes 1.7 and a launch with a sum over
-programs alone about 4. Turning 8 weights into numbers takes 21 integer instructions (16 of them byte permutes),
-2.6 a weight, and the whole loop 4.5 to 5 a weight at 8 padded rows. By that count the integer units, at half the rate
-of the float ones, would need about twice the time of reading; the rest is latency.
+The warps of a program share K (``SHARES``): each multiplies all of the tile's columns with every so many-th block of
+64, a batched product whose batch is the warp. So a tile of 16 columns has four warps to hide what a block waits for,
+and their sums meet in shared memory; programs along K have to meet in global memory, which takes about 2 us. For
+small matrices and more than 8 rows many programs of two warps, which share the columns, are faster after all.
 
-What helped: table words that the compiler keeps in registers (352 to 319 instructions for 64 weights), scales read
-two blocks ahead, five or more stages in flight (16 us instead of 21 for gate and up together), 8 rows instead of 16.
-What did not: wider tiles, four warps, asking for the weights ahead of the wait.
+What holds it (H200, 4 rows, 1536 -> 8960): 10.3 us, where reading the weights takes 1.7 and a launch alone 2 to 3.
+Turning weights into numbers takes 2.1 byte permutes a weight and the loop 6 instructions; most are integer ones,
+whose units run at half the rate of the float ones: about 4 us. The rest is waiting: for the first weights, for
+scales that are looked up twice, for the sum at the end. bfloat16 weights, four times the bytes, take as long as
+these.
 
-Open: 1536 -> 1536 at 4 rows takes 7.1 us as planned, 5.4 in a sweep that cut it into 3 programs along K, two blocks and
-five stages each (32, 3, 2, 2, 5), which has not been through the tests on a GPU.
+What helped: warps along K (8 to 40 % for up to 8 rows), asking for the first lines ahead of the wait for the
+previous kernel, scales read a step ahead, 8 rows instead of 16. What did not: wider tiles, eight warps, programs
+along K where four warps have six blocks each, and the table's words from memory (free of the 18 instructions that
+make them in every step, but operands of the lookup that are no weights keep the compiler from reading the weights as
+its product needs them).
 """
 
 from __future__ import annotations
