@@ -78,13 +78,17 @@ def _origin(resolved: ResolvedModel, kind: str, run_config: Mapping[str, Any] | 
 
 def _training(config: Mapping[str, Any]) -> list[str]:
     model, data = config["model"], config["data"].get("init_args", config["data"])
-    rollout, lora, optimizer = model["rollout"], model.get("lora"), model.get("optimizer") or {}
+    rollout, lora, optimizer = model["rollout"], model.get("lora"), model.get("optimizer")
+    if isinstance(optimizer, Mapping):
+        optimizer = f"{optimizer['class_path']} {optimizer.get('init_args', '')}".strip()
+    elif optimizer == "grpo_lit.module._adamw":
+        optimizer = "AdamW as grpo-lit sets it"
     settings = {
         "data": " ".join(str(x) for x in (data.get("dataset"), data.get("path"), data.get("dataset_options")) if x),
         "prompt": repr(data.get("prompt_template")),
         "rewards": ", ".join(model["rewards"]),
         "batch": f"{data.get('prompts_per_step')} prompts x {rollout['group_size']} completions",
-        "optimizer": f"{optimizer.get('class_path', 'AdamW')} {optimizer.get('init_args', '')}".strip(),
+        "optimizer": optimizer,
         "LoRA": "none" if not lora else f"rank {lora['rank']}, alpha {lora['alpha']}, {', '.join(lora['targets'])}",
         "base in training": f"{model['policy']['dtype']}, {model['policy']['quantization'] or 'not quantized'}",
         "completion length": rollout["sampling"]["max_completion_length"],

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import resource
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from grpo_lit.cli import main
+from grpo_lit.cli.train import build
 from grpo_lit.evaluation.config import ModelEntry
+from grpo_lit.evaluation.model_card import model_card
 from grpo_lit.evaluation.models import load_model, resolve_model
 from grpo_lit.export import copy_dequantized, export_merged, probe
 from grpo_lit.lora import LoRAConfig
@@ -104,6 +108,16 @@ def test_card_tells_data_settings_and_scores(finished_run: Path, tmp_path: Path)
         assert text in card, text
     assert card.count("| best | ") == 1
     assert 'PeftModel.from_pretrained(base, "THIS_FOLDER")' in card
+
+
+def test_card_of_a_run_with_the_default_optimizer(
+    tiny_llama: Path, fit_arguments: Callable[..., Sequence[str]], tmp_path: Path
+) -> None:
+    config = yaml.safe_load(build("fit", fit_arguments(tiny_llama, tmp_path)[1:]).dump())
+    resolved = resolve_model("x", ModelEntry(path=str(tiny_llama)), "cpu")
+    card = model_card(resolved, kind="merged", run_config=config, metrics=[], differences={}, evaluation=None)
+    assert "| optimizer | AdamW as grpo-lit sets it |" in card
+    assert "| batch | 4 prompts x 4 completions |" in card
 
 
 def test_quantized_base_is_merged_into_original_or_dequantized_weights(finished_run: Path, tmp_path: Path) -> None:
