@@ -1,9 +1,10 @@
-"""Where a command is asked to write: what can't be is said before anything is computed or moved."""
+"""Where a command is asked to write, told before anything is computed or moved if it can't be; where it imports."""
 
 from __future__ import annotations
 
 import argparse
 import os
+import sys
 from pathlib import Path
 
 from grpo_lit.errors import UserError
@@ -63,3 +64,9 @@ def _file_in(folder: Path) -> Path | None:
 
 def _because(file: Path, path: Path) -> str:
     return "" if file == path else f"; {file} is a file"
+
+
+def look_in_current_folder() -> None:
+    """Let modules of the current folder be imported: a console script's path doesn't hold where it is started."""
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())

@@ -36,7 +36,7 @@ from grpo_lit.datamodules import MathDataModule
 from grpo_lit.errors import UserError
 from grpo_lit.lora import LoRAConfig
 from grpo_lit.module import GRPOModule
-from grpo_lit.paths import output_folder
+from grpo_lit.paths import look_in_current_folder, output_folder
 
 # Sections that can't be null; their keys have defaults.
 _SECTIONS = (
@@ -246,6 +246,7 @@ class GRPOCLI(LightningCLI):
     """
 
     def __init__(self, args: Sequence[str], command: str) -> None:
+        look_in_current_folder()  # for class paths
         super().__init__(
             GRPOModule,
             MathDataModule,

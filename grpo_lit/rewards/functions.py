@@ -11,14 +11,13 @@ import ast
 import importlib
 import inspect
 import math
-import os
 import re
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from grpo_lit.errors import UserError
+from grpo_lit.paths import look_in_current_folder
 from grpo_lit.rewards.extract import find_boxes, visible_text
 from grpo_lit.rewards.gym import gym_score
 from grpo_lit.rewards.policy import VerifierPolicy
@@ -217,8 +216,7 @@ def _make(factory: Callable[..., Any], settings: dict[str, Any], argument: str, 
 
 
 def _import(module_name: str, attribute: str, argument: str, name: str, accepted: str) -> Any:
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # a console script's path doesn't hold the folder it is started from
+    look_in_current_folder()
     try:
         found: Any = importlib.import_module(module_name)
         for part in attribute.split("."):
