@@ -98,7 +98,7 @@ def differences(runs: Sequence[Run]) -> list[tuple[str, list[Any]]]:
 def final_rows(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
     """Header and rows of the table of results: accuracies with Wilson intervals, reward, speed, memory."""
     header = ["run", "rollout steps", "first accuracy", "best accuracy", "last accuracy", "reward, last 10 steps"]
-    header += ["tokens/s, median", "seconds per step, median", "GPU memory, MiB"]
+    header += ["tokens/s, median", "seconds per step, median", "peak memory, MiB"]
     return header, [_final_row(run) for run in runs]
 
 
