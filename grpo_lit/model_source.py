@@ -20,7 +20,8 @@ from grpo_lit.gguf_files import read_once
 from grpo_lit.hub import offline_if_unreachable
 
 PACKAGE_SCHEME = "package:"
-_ACCEPTED = "a hub id (org/name), a folder with config.json, a .gguf file, or package:NAME[/path]"
+_ON_DISK = "a folder with config.json, a .gguf file, or package:NAME[/path]"
+_ACCEPTED = f"a hub id (org/name), {_ON_DISK}"
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[\w.-]+)?$")
 
 
@@ -126,5 +127,5 @@ def unreachable(source: ModelSource, argument: str, error: BaseException) -> Sys
         return None
     return SystemFault(
         f"{argument}={source.spec!r}: the model hub can't be reached and the model is not cached; "
-        f"download it first or give {_ACCEPTED}"
+        f"download it first, or give {_ON_DISK}"
     )

@@ -49,11 +49,12 @@ class StepProgress(PhaseListener, ProgressBar):
         if not self._enabled or not sys.stdout.isatty():
             return
         self._bar = Progress(
-            TextColumn("rollout step"),
-            MofNCompleteColumn(),
-            BarColumn(bar_width=12, table_column=Column(min_width=12)),
-            TimeElapsedColumn(table_column=Column(min_width=7)),  # a narrow terminal cuts the text behind it instead
-            TextColumn("[cyan]{task.fields[phase]:<9}"),
+            # Fixed widths: a narrow terminal cuts the text at the end, not the counts.
+            TextColumn("rollout step", table_column=Column(min_width=12)),
+            MofNCompleteColumn(table_column=Column(min_width=9)),
+            BarColumn(bar_width=8, table_column=Column(min_width=8)),
+            TimeElapsedColumn(table_column=Column(min_width=7)),
+            TextColumn("[cyan]{task.fields[phase]:<9}", table_column=Column(min_width=9)),
             TextColumn("{task.fields[rows]}"),
             TextColumn("{task.description}"),
         )
