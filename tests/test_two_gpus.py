@@ -124,7 +124,6 @@ def folder(request: pytest.FixtureRequest, tiny_llama: Path, tmp_path_factory: p
     two["faulty"] = [*PASSES, *place.options, "--oom_replay=true", *injectors()]
     two["evaluated"] = [*EVALUATION, *place.options]
     one = {f"{name}_one": extra for name, extra in LAYOUTS.items()}
-    one["recut_one"] = [*LAYOUTS["groups"], "--model.micro_batch_size=3"]
 
     def run(runs: dict[str, list[str]], num_ranks: int, as_nodes: bool) -> list[RankResult]:
         commands = [arguments(folder / name, tiny_llama, *extra) for name, extra in runs.items()]
@@ -172,17 +171,17 @@ def difference(mine: Path, theirs: Path) -> Difference:
 def test_first_update_of_two_ranks_is_that_of_one(
     layout: str, folder: Path, record_property: Callable[[str, object], None]
 ) -> None:
-    """1e-5 of the update's norm; and a single matrix no farther off than one process is from itself.
+    """1e-5 in float32, of the whole update and of every matrix.
 
-    The second bound is measured here, on the same rows in micro-batches of another size: products of other row counts
-    add up in another order, and in a matrix whose gradient nearly cancels that rounding is large beside what is left.
+    SmolLM2 on two H200s, torch 2.11: 1.8e-6, 2.4e-6 and 2.6e-7 of the update by layout, 3.5e-6, 4.1e-6 and 3.9e-7 of
+    the worst matrix. One process lies 4.1e-6 and 8.6e-6 from the gradient in float64, and as far from itself with
+    micro-batches of another size: products of other row counts add up in another order.
     """
     found = difference(folder / f"{layout}_two", folder / f"{layout}_one")
-    own = difference(folder / "recut_one", folder / "groups_one")
-    for name, value in (("whole", found.whole), ("worst matrix", found.worst), ("one process", own.worst)):
+    for name, value in found._asdict().items():
         record_property(name, f"{value:.1e}")
+    assert found.worst < 1e-5
     assert found.whole < 1e-5
-    assert found.worst < max(1e-5, 2 * own.worst)
 
 
 def test_draws_depend_on_the_row_and_not_on_its_rank(folder: Path) -> None:
