@@ -7,7 +7,6 @@ code runs at tiny sizes under Triton's interpreter; that shows that it works and
 from __future__ import annotations
 
 import argparse
-import csv
 import datetime
 import json
 import os
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from grpo_lit.bench.options import BenchParser
+from grpo_lit.bench.tables import write_csv
 from grpo_lit.bench.timing import Timer
 from grpo_lit.paths import csv_argument, image_argument
 
@@ -85,7 +85,7 @@ def main(argv: Sequence[str]) -> int:
         new = _rows(case, context)
         rows += new
         if options.csv is not None:  # after every case, so that a run cut short leaves what it measured
-            _write_csv(options.csv, rows)
+            write_csv(options.csv, rows)
         for line in _table(case, new):
             show(line)
         del case
@@ -209,14 +209,6 @@ def _table(case: Case, rows: list[dict[str, object]]) -> list[str]:
             f"{row['peak_mib']:9.0f} {error}"
         )
     return lines
-
-
-def _write_csv(path: Path, rows: list[dict[str, object]]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]) if rows else ["op"])
-        writer.writeheader()
-        writer.writerows(rows)
 
 
 def _plot(path: Path, device: torch.device, timer: Timer, context: dict[str, object]) -> None:

@@ -7,7 +7,6 @@ their full length, with the process held to ``--cap`` of the device's memory as 
 from __future__ import annotations
 
 import argparse
-import csv
 import gc
 import importlib.metadata
 import json
@@ -26,6 +25,7 @@ from typing_extensions import override
 
 from grpo_lit.bench.options import BenchParser
 from grpo_lit.bench.shapes import SHAPES, check_lengths, write_model_folder
+from grpo_lit.bench.tables import write_csv
 from grpo_lit.callbacks.vram_profiler import PhaseMemory, VRAMProfiler
 from grpo_lit.datamodules.loader import PromptBatch
 from grpo_lit.errors import UserError
@@ -66,11 +66,7 @@ def main(argv: Sequence[str]) -> int:
         gc.collect()
         if on_cuda:
             torch.cuda.empty_cache()
-    if options.csv:
-        with Path(options.csv).open("w", newline="") as file:
-            writer = csv.DictWriter(file, FIELDS)
-            writer.writeheader()
-            writer.writerows(rows)
+    write_csv(options.csv, rows, FIELDS)
     return int(failed)
 
 

@@ -8,7 +8,6 @@ without CUDA a tiny shape runs; that shows that it works and measures nothing.
 from __future__ import annotations
 
 import argparse
-import csv
 import datetime
 import json
 import tempfile
@@ -23,6 +22,7 @@ from grpo_lit.bench import rollout_cases as cases
 from grpo_lit.bench.options import BenchParser
 from grpo_lit.bench.rollout_breakdown import breakdown, lines
 from grpo_lit.bench.shapes import SHAPES, check_lengths
+from grpo_lit.bench.tables import write_csv
 from grpo_lit.errors import SystemFault
 from grpo_lit.paths import csv_argument, image_argument
 from grpo_lit.rollout.model_reader import weight_bytes
@@ -82,7 +82,7 @@ def main(argv: Sequence[str]) -> int:
             if device.type == "cuda":
                 torch.cuda.empty_cache()
     if options.csv is not None:
-        _write_csv(options.csv, rows)
+        write_csv(options.csv, rows)
     if options.plot is not None:
         _plot(options.plot, rows, context)
     if options.json:
@@ -159,14 +159,6 @@ def _line(row: dict[str, Any], *, first: bool) -> str:
         f"{row['tokens_per_s']:9.0f} {limit} {row['base_mib']:9.0f} {row['peak_mib']:9.0f} "
         f"{row['startup_s']:9.2f}{mark}"
     )
-
-
-def _write_csv(path: Path, rows: list[dict[str, Any]]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]) if rows else ["engine"])
-        writer.writeheader()
-        writer.writerows(rows)
 
 
 def _plot(path: Path, rows: list[dict[str, Any]], context: dict[str, Any]) -> None:

@@ -11,7 +11,6 @@ With ``--ragged MEAN`` completions end at random, and one run on the largest num
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import statistics
 import subprocess
@@ -27,6 +26,7 @@ import torch
 from grpo_lit.bench import ragged
 from grpo_lit.bench.options import BenchParser
 from grpo_lit.bench.shapes import SHAPES, check_lengths, write_model_folder
+from grpo_lit.bench.tables import write_csv
 from grpo_lit.errors import SystemFault, UserError
 from grpo_lit.paths import csv_argument
 
@@ -78,7 +78,7 @@ def main(argv: Sequence[str]) -> int:
                     measured = _fit(options, accelerator, folder, Path(scratch), devices, prompts)
                 rows.append(_row(scaling, measured, base))
                 print(_line(rows[-1]), flush=True)
-    _write_csv(options.csv, FIELDS, rows)
+    write_csv(options.csv, rows, FIELDS)
     return 0
 
 
@@ -106,16 +106,8 @@ def _ragged(options: argparse.Namespace, accelerator: str, folder: Path, scratch
             f"{one.train_wait_s:.3f} s: {one.waited_share:.1%} of the step; after the rollout "
             f"{one.rollout_wait_s / one.rollout_s:.1%} of it, {expected:.1%} by the lengths"
         )
-    _write_csv(options.csv, ragged.FIELDS, [one.row() for one in found])
+    write_csv(options.csv, [one.row() for one in found], ragged.FIELDS)
     return 0
-
-
-def _write_csv(path: Path | None, fields: Sequence[str], rows: Sequence[dict[str, object]]) -> None:
-    if path:
-        with open(path, "w", newline="") as file:
-            writer = csv.DictWriter(file, fields, lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(rows)
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:

@@ -10,7 +10,6 @@ measured when its time is up counts, and every line is written as soon as it is 
 from __future__ import annotations
 
 import argparse
-import csv
 import importlib.util
 import json
 import logging
@@ -30,6 +29,7 @@ import torch
 
 from grpo_lit.bench.options import BenchParser
 from grpo_lit.bench.shapes import SHAPES, check_lengths, write_model_folder
+from grpo_lit.bench.tables import write_csv
 from grpo_lit.errors import UserError
 from grpo_lit.paths import csv_argument
 
@@ -99,7 +99,7 @@ def main(argv: Sequence[str]) -> int:
         rows.append({"candidate": name, **result, **context})
         show(_line(rows[-1]))
         if options.csv is not None:
-            _write(options.csv, rows)
+            write_csv(options.csv, rows, [key for key in rows[0] if key != "kernels"])
     for line in _notes(rows):
         show(line)
     if options.json:
@@ -124,14 +124,6 @@ def _check_configuration(options: argparse.Namespace, extra: Sequence[str]) -> N
         if not options.task:
             own.append(f"--model.policy.path={write_model_folder(options.shape, Path(scratch))}")
         build("bench step", [*own, f"--trainer.default_root_dir={scratch}", *extra])
-
-
-def _write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [key for key in rows[0] if key != "kernels"], extrasaction="ignore")
-        writer.writeheader()
-        writer.writerows(rows)
 
 
 def _run(name: str, argv: list[str], timeout: float, tell: Callable[[str], None]) -> dict[str, Any]:
