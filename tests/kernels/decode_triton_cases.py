@@ -285,8 +285,7 @@ def test_decode_linear(case, rows, width, dtype, packed):
 
 
 @pytest.mark.parametrize("plan", [(16, 3, 1, 4, 4, 8, 4), (32, 2, 2, 2, 3, 0, 2), (32, 2, 4, 2, 3, 0, 1)], ids=str)
-@pytest.mark.parametrize("activation", [None, "silu"])
-@pytest.mark.parametrize("rows", [3, 12])
+@pytest.mark.parametrize(("rows", "activation"), [(3, None), (12, "silu")])
 def test_nf4_products_however_they_are_cut(rows, activation, plan):
     """21 blocks along K over programs, warps and steps that don't divide them; the order of sums is fixed."""
     from grpo_lit.kernels._triton.decode_linear import Plan, product

@@ -67,10 +67,11 @@ def nf4_plan(rows: int, columns: int, width: int, gated: bool, multiprocessors: 
         return Plan(16, 1, 1, 4, 4, 8, 4)
     if columns > 4096:
         return Plan(16, 2, 1, 4, 4, 8, 4) if rows <= 8 else Plan(32, 1, 2, 4, 3, 8, 4)
-    if rows > 8:
+    if rows > 16 or (rows > 8 and columns >= 2048):
         splits = round(4.2 * multiprocessors / triton.cdiv(columns, 32))
         return Plan(32, max(1, min(splits, width // 256)), 4, 2, 3)
-    return Plan(16 if columns < 2048 else 32, 1, 1, 4, 4, 8, 4)
+    narrow = columns <= 1024 or (rows <= 8 and columns < 2048)
+    return Plan(16 if narrow else 32, 1, 1, 4, 4, 8, 4)
 
 
 def fewer_stages(plan: Plan, matrices: int, rows: int, shared_memory: int) -> Plan:
