@@ -9,7 +9,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from grpo_lit.cli.parser import CLIParser, resolve_config_names
+from grpo_lit.cli.config_files import resolve_config_names
+from grpo_lit.cli.parser import CLIParser
 from grpo_lit.cli.train import quiet_third_parties
 from grpo_lit.errors import UserError, typed_names
 from grpo_lit.evaluation.config import EvaluateConfig

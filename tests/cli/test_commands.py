@@ -8,7 +8,8 @@ import pytest
 import yaml
 
 from grpo_lit.cli import COMMANDS, main
-from grpo_lit.cli.parser import GRPOCLI, shipped_configs
+from grpo_lit.cli.config_files import shipped_configs
+from grpo_lit.cli.parser import GRPOCLI
 
 Fit = Callable[..., Sequence[str]]
 Run = Callable[..., "subprocess.CompletedProcess[str]"]

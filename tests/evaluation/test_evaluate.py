@@ -17,7 +17,7 @@ import torch.distributed as dist
 import yaml
 
 from grpo_lit.cli import main
-from grpo_lit.cli.parser import shipped_configs
+from grpo_lit.cli.config_files import shipped_configs
 from grpo_lit.errors import UserError
 from grpo_lit.evaluation.config import TIERS, DatasetEntry, EvaluateConfig, ModelEntry
 from grpo_lit.evaluation.judging import answer_classes, judge_samples
