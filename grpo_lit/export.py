@@ -84,7 +84,8 @@ def export_merged(resolved: ResolvedModel, folder: Path, *, base: Base, dtype: s
         raise UserError("base", base, "original: this base was not quantized")
     plain = _unquantized(resolved)
     loaded, trained = None, None
-    if quantized:  # first and alone: two copies of a model in float32 are more than many computers hold
+    if quantized or resolved.policy.head_quantization is not None:
+        # First and alone: two copies of a model in float32 are more than many computers hold.
         in_4_bits = replace(resolved, policy=replace(resolved.policy, dtype="fp32"))
         trained_policy, encoder = load_model(in_4_bits, "cpu")
         if base == "dequantized":
@@ -101,12 +102,13 @@ def export_merged(resolved: ResolvedModel, folder: Path, *, base: Base, dtype: s
     written = probe(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), encoder.tokenizer)
     found = {f"adapter over the {base} base": measure(over_same, written)}
     if trained is not None:
-        found["model as trained, over the nf4 base"] = measure(trained, written)
+        found["model as trained, over the quantized base"] = measure(trained, written)
     return found
 
 
 def _unquantized(resolved: ResolvedModel) -> ResolvedModel:
-    return replace(resolved, policy=replace(resolved.policy, quantization=None, dtype="fp32", fused_layers=False))
+    floats: dict[str, Any] = {"quantization": None, "head_quantization": None, "dtype": "fp32"}
+    return replace(resolved, policy=replace(resolved.policy, **floats, fused_layers=False))
 
 
 def copy_dequantized(quantized: nn.Module, plain: nn.Module) -> int:

@@ -114,7 +114,8 @@ def _policy_config(entry: ModelEntry, path: str | None, device: str) -> PolicyCo
 
 def _of_run(where: str, entry: ModelEntry, run: Path) -> ResolvedModel:
     config = read_run_config(str(run), argument=f"{where}.run")
-    policy = PolicyConfig(**{**config["model"]["policy"], "gradient_checkpointing": False})
+    backward = {"gradient_checkpointing": False, "activation_offload": False}  # there is none
+    policy = PolicyConfig(**{**config["model"]["policy"], **backward})
     policy.dtype = entry.dtype or policy.dtype
     if entry.quantization is not None:
         policy.quantization = "nf4" if entry.quantization == "nf4" else None

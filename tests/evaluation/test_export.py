@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -128,7 +129,7 @@ def test_quantized_base_is_merged_into_original_or_dequantized_weights(finished_
     for base in ("original", "dequantized"):
         found = export_merged(resolved, tmp_path / base, base=base, dtype="fp32")  # type: ignore[arg-type]
         apart[base] = (probe_folder(tmp_path / base) - seen).abs().max()
-        stated = found["model as trained, over the nf4 base"].largest
+        stated = found["model as trained, over the quantized base"].largest
         assert float(apart[base]) == pytest.approx(stated, abs=1e-5)
     assert apart["dequantized"] < 2e-4 < apart["original"]
     plain = load_policy(PolicyConfig(resolved.policy.path, dtype="fp32"), LoRAConfig(rank=4)).model
@@ -165,3 +166,15 @@ def test_export_refuses(
     for word in words:
         assert word in error
     assert not (tmp_path / "out").exists()
+
+
+def test_a_run_that_saved_memory_exports_the_same_weights(finished_run: Path, tmp_path: Path) -> None:
+    """Offloaded activations belong to the backward alone, and quantized tables never reach the file."""
+    run = Path(shutil.copytree(finished_run, tmp_path / "run"))
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    saving = {"gradient_checkpointing": True, "activation_offload": True, "head_quantization": "nf4"}
+    config["model"]["policy"] |= saving
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    assert main(["export", f"--run={run}", f"--output={tmp_path / 'merged'}", "--dtype=fp32"]) == 0
+    assert (probe_folder(tmp_path / "merged") - trained(finished_run)).abs().max() < 1e-4
+    assert "quantized base" in (tmp_path / "merged" / "export.json").read_text()
