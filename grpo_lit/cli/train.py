@@ -268,6 +268,8 @@ def start_text(cli: GRPOCLI, root: Path, ckpt: Path | None) -> str:
         else f"length: trainer.max_epochs={trainer.max_epochs} epochs",
         f"run folder: {root}" + (f", resumed from {ckpt}" if ckpt else ""),
     ]
+    if module.policy_config.quantization and trainer.strategy.root_device.type == "cpu":
+        lines.append("device: the CPU; 4-bit weights are made for a GPU, and a step here can take many minutes")
     if trainer.num_nodes > 1:
         lines.append(f"ranks: {trainer.world_size} on {trainer.num_nodes} nodes; begins when all of them are started")
     if (note := allocator.budget_note()) is not None:

@@ -10,7 +10,7 @@ import pytest
 
 from grpo_lit.callbacks import AdaptiveMicroBatch, OOMReplay
 from grpo_lit.cli import main
-from grpo_lit.cli.train import build
+from grpo_lit.cli.train import build, start_text
 
 Fit = Callable[..., Sequence[str]]
 
@@ -57,3 +57,10 @@ def test_sizes_and_counts_go_on_after_a_resume(fit_arguments: Fit, tiny_llama: P
     assert [line.get("oom/replays") for line in lines] == [None, 0.0, 1.0, 1.0, 1.0]
     tokens = [line.get("micro_batch/tokens") for line in lines]
     assert tokens[2] == tokens[3] == tokens[4] < tokens[1] / 2 + 1
+
+
+def test_a_4_bit_model_on_the_cpu_is_told(fit_arguments: Fit, tiny_llama: Path, tmp_path: Path) -> None:
+    for quantization, told in (("null", False), ("nf4", True)):
+        arguments = [*fit_arguments(tiny_llama, tmp_path), f"--model.policy.quantization={quantization}"]
+        text = start_text(build("fit", arguments[1:]), tmp_path, None)
+        assert ("device: the CPU" in text) is told, text
