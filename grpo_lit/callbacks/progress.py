@@ -8,11 +8,39 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from rich.table import Column
 from typing_extensions import override
 
 from grpo_lit.phases import Phase, PhaseListener
+
+
+def columns() -> list[ProgressColumn]:
+    """Of the bar. A narrow terminal cuts the texts at the end: rich narrows first what may wrap or has a ratio."""
+
+    def fixed(width: int) -> Column:
+        return Column(min_width=width, no_wrap=True)
+
+    def rest() -> Column:
+        return Column(ratio=1, no_wrap=True)
+
+    return [
+        TextColumn("rollout step", table_column=fixed(12)),
+        MofNCompleteColumn(table_column=fixed(9)),
+        BarColumn(bar_width=8, table_column=fixed(8)),
+        TimeElapsedColumn(table_column=fixed(7)),
+        TextColumn("[cyan]{task.fields[phase]:<9}", table_column=fixed(9)),
+        TextColumn("{task.fields[rows]}", table_column=rest()),
+        TextColumn("{task.description}", table_column=rest()),
+    ]
 
 
 class StepProgress(PhaseListener, ProgressBar):
@@ -49,14 +77,8 @@ class StepProgress(PhaseListener, ProgressBar):
         if not self._enabled or not sys.stdout.isatty():
             return
         self._bar = Progress(
-            # Fixed widths: a narrow terminal cuts the text at the end, not the counts.
-            TextColumn("rollout step", table_column=Column(min_width=12)),
-            MofNCompleteColumn(table_column=Column(min_width=9)),
-            BarColumn(bar_width=8, table_column=Column(min_width=8)),
-            TimeElapsedColumn(table_column=Column(min_width=7)),
-            TextColumn("[cyan]{task.fields[phase]:<9}", table_column=Column(min_width=9)),
-            TextColumn("{task.fields[rows]}"),
-            TextColumn("{task.description}"),
+            *columns(),
+            expand=True,
         )
         steps = pl_module.total_optimizer_steps() // pl_module.ppo_passes  # type: ignore[operator]
         done = int(pl_module.rollout_step)  # type: ignore[arg-type]

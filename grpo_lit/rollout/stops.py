@@ -86,9 +86,12 @@ class AnswerStop:
         """
         if self._closer not in self._decode(ids[max(num_checked - 1, 0) :]):
             return None
-        # Every length, not the last one alone: a later "<think>" or "</think>" would hide an answer already given,
-        # and then the result would depend on when one looks.
+        if thinking and "</think>" not in self._decode(ids):
+            return None
+        # Every length that ends an answer, not the last one alone: a later "<think>" or "</think>" would hide an answer
+        # already given, and then the result would depend on when one looks. A text decoded whole costs its length.
         for length in range(num_checked + 1, len(ids) + 1):
-            if answer_complete(self._decode(ids[:length]), self.stop_at, thinking=thinking):
+            closed = self._closer in self._decode(ids[max(length - 2, 0) : length])
+            if closed and answer_complete(self._decode(ids[:length]), self.stop_at, thinking=thinking):
                 return length
         return None

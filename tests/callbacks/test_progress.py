@@ -1,13 +1,17 @@
-"""What is said while a validation runs, where there is no terminal."""
+"""What is said while a validation runs, where there is no terminal, and what a narrow one shows of the bar."""
 
 from __future__ import annotations
 
+import io
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.console import Console
+from rich.progress import Progress
 
 from grpo_lit.callbacks import StepProgress
+from grpo_lit.callbacks.progress import columns
 
 
 @pytest.mark.parametrize(("seconds", "lines"), [(-1.0, ["1/7", "2/7"]), (60.0, [])])
@@ -22,3 +26,16 @@ def test_a_long_validation_says_how_far_it_is(
         progress.on_validation_batch_end(trainer, module, None, None, batch)
     expected = [f"validation after rollout step 50: {done} batches" for done in lines]
     assert capsys.readouterr().out.splitlines() == expected
+
+
+@pytest.mark.parametrize("width", [140, 76, 62])
+def test_a_narrow_terminal_keeps_the_counts(width: int) -> None:
+    written = io.StringIO()
+    bar = Progress(*columns(), expand=True, console=Console(file=written, width=width, force_terminal=False))
+    said = "reward 0.298  length 56  flat 25%  1234 tok/s"
+    bar.add_task(said, total=2000, completed=123, phase="rollout", rows="128/256 rows, 40960 tokens")
+    bar.console.print(bar.get_renderable())
+    (line,) = written.getvalue().splitlines()
+    for shown in ("rollout step", "123/2000", "0:00:00", " rollout "):
+        assert shown in line, line
+    assert (said in line) is (width == 140)
