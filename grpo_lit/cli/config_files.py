@@ -54,7 +54,7 @@ def find_config(value: str) -> str:
     raise UserError("--config", value, f"a YAML file or one of the shipped configs: {', '.join(shipped)}")
 
 
-class _EachKeyOnce(yaml.SafeLoader):  # type: ignore[misc]
+class _EachKeyOnce(yaml.SafeLoader):
     """Refuses a key that stands twice in one section, of which YAML would silently take the last."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
