@@ -195,19 +195,16 @@ def test_draws_depend_on_the_row_and_not_on_its_rank(folder: Path) -> None:
 
 
 def test_memory_runs_out_on_one_rank_and_both_replay(folder: Path) -> None:
-    """Same rows and draws; one of fifty texts may part where rounding moves a boundary over the number drawn.
+    """Same rows, draws and texts in both rollouts.
 
     The second rollout is of weights that the replays have rounded otherwise. A draw inverts the distribution function,
-    so the token beside the right one in the vocabulary comes then: seen once on two H200s, 13,228 in place of 13,232.
+    so rounding can move a boundary over the number drawn, and then the neighbour in the vocabulary comes: seen in one of
+    two runs on two H200s, token 13,228 in place of 13,232.
     """
     calm, faulty = lines(folder / "calm"), lines(folder / "faulty")
     assert faulty[-1]["oom/replays"] in (4, 5), "a rank that comes late to a queue may find it empty"
     assert [line["step"] for line in faulty] == [line["step"] for line in calm]
-    pairs = list(zip(completions(folder / "faulty"), completions(folder / "calm"), strict=True))
-    assert len(pairs) == 50
-    assert [mine[:2] for mine, _ in pairs] == [theirs[:2] for _, theirs in pairs]
-    assert all(mine == theirs for mine, theirs in pairs[:25]), "the first rollout, of the same weights to the bit"
-    assert sum(mine != theirs for mine, theirs in pairs) <= 1
+    assert completions(folder / "faulty") == completions(folder / "calm")
     # weights are hashed across ranks after every optimizer step: a difference would have ended the run
     # four optimizer steps, each on the rounding of the one before
     assert difference(folder / "faulty", folder / "calm").worst < 1e-4
