@@ -198,8 +198,8 @@ def test_memory_runs_out_on_one_rank_and_both_replay(folder: Path) -> None:
     """Same rows, draws and texts in both rollouts.
 
     The second rollout is of weights that the replays have rounded otherwise. A draw inverts the distribution function,
-    so rounding can move a boundary over the number drawn, and then the neighbour in the vocabulary comes: seen in one of
-    two runs on two H200s, token 13,228 in place of 13,232.
+    so rounding can move a boundary over the number drawn, and then the neighbour in the vocabulary comes: seen in one
+    of two runs on two H200s, token 13,228 in place of 13,232.
     """
     calm, faulty = lines(folder / "calm"), lines(folder / "faulty")
     assert faulty[-1]["oom/replays"] in (4, 5), "a rank that comes late to a queue may find it empty"
