@@ -189,8 +189,10 @@ def logit_rows_kernel(  # type: ignore[no-untyped-def]
             raws = raws + (raw,)  # type: ignore[assignment]
         if PADDED and not EVEN:  # once all are on their way
             tokens = ()  # type: ignore[var-annotated]
+            # cast, as Triton 3.7's interpreter has no bfloat16 constants
+            lowest = tl.full((), float("-inf"), tl.float32).to(logits.dtype.element_ty)
             for i in tl.static_range(TILES):
-                tokens = tokens + (tl.where(lane + i * TILE < vocab, raws[i], float("-inf")),)  # type: ignore[assignment]
+                tokens = tokens + (tl.where(lane + i * TILE < vocab, raws[i], lowest),)  # type: ignore[assignment]
             raws = tokens
         wait_for_previous(PDL)  # the words are cleared; all else that is read was there before that began
         top = raws[0]  # type: ignore[misc]
