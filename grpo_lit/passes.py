@@ -12,14 +12,14 @@ computed anew at those, from the weights that the first pass had.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from grpo_lit.checkpoint import rng_state, set_rng_state
-from grpo_lit.distributed import FlatGradients, parameter_hash
+from grpo_lit.distributed import FlatGradients, gather_rows, parameter_hash
 from grpo_lit.lora import adapters_off
 from grpo_lit.loss import TokenSelection, grpo_loss, merge_totals, select_tokens, totals_to_metrics
 from grpo_lit.oom import is_out_of_memory, without_frames
@@ -89,7 +89,12 @@ class Passes:
             if config.token_rule != "none":
                 training = self.training
                 self.selection = select_tokens(
-                    scores.logprobs, training.advantages, training.loss_mask, entropy=scores.entropy, config=config
+                    scores.logprobs,
+                    training.advantages,
+                    training.loss_mask,
+                    entropy=scores.entropy,
+                    config=config,
+                    gather=gather_rows,
                 )
 
     def _score_rows(self, own: bool) -> _Scores:
@@ -273,8 +278,10 @@ def _gradient_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
 
 def mean_of_passes(passes: Sequence[dict[str, float]]) -> dict[str, float]:
     """Mean of each metric over the passes; the largest where the name says so."""
-    names = dict.fromkeys(name for metrics in passes for name in metrics)
-    reduce: Callable[[list[float], str], float] = lambda values, name: (  # noqa: E731
-        max(values) if name.endswith("_max") else sum(values) / len(values)
-    )
-    return {name: reduce([metrics[name] for metrics in passes if name in metrics], name) for name in names}
+    by_name: dict[str, list[float]] = {}
+    for metrics in passes:
+        for name, value in metrics.items():
+            by_name.setdefault(name, []).append(value)
+    return {
+        name: max(values) if name.endswith("_max") else sum(values) / len(values) for name, values in by_name.items()
+    }

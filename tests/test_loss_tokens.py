@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+
 import pytest
 import torch
 from torch import Tensor
@@ -121,6 +124,34 @@ def test_nothing_counts_nothing_is_picked(rule: str) -> None:
     selection = select_tokens(LOGPROBS, ADVANTAGES, mask, entropy=ENTROPY, config=config)
     assert selection.policy_mask.all()
     assert not selection.old_kl_coef.any()
+
+
+@pytest.mark.parametrize("rule", ["clip_cov", "kl_cov", "sent"])
+@pytest.mark.parametrize("cut", [0, 1, 2])
+def test_ranks_pick_what_one_would(rule: str, cut: int) -> None:
+    """Rows dealt to two ranks, of which one may have none, and the third counts no token."""
+    config = LossConfig(token_rule=rule, token_rule_share=0.3, clip_cov_low=0.1)
+    mask = MASK & torch.tensor([[True], [True], [False]])
+    whole = select_tokens(LOGPROBS, ADVANTAGES, mask, entropy=ENTROPY, config=config)
+    assert not whole.policy_mask.all() or whole.old_kl_coef.any()
+    parts, met, handed_in = [slice(0, cut), slice(cut, 3)], Barrier(2, timeout=10), [torch.empty(0)] * 2
+
+    def select(rank: int) -> TokenSelection:
+        def gather(own: Tensor) -> tuple[Tensor, slice]:
+            handed_in[rank] = own
+            met.wait()
+            start = sum(map(len, handed_in[:rank]))
+            return torch.cat(handed_in), slice(start, start + len(own))
+
+        rows = parts[rank]
+        return select_tokens(
+            LOGPROBS[rows], ADVANTAGES[rows], mask[rows], entropy=ENTROPY[rows], config=config, gather=gather
+        )
+
+    with ThreadPoolExecutor(2) as pool:
+        ranks = list(pool.map(select, range(2)))
+    for field in range(2):
+        assert torch.equal(torch.cat([rank[field] for rank in ranks]), whole[field])
 
 
 def test_the_distance_to_the_old_policy_pulls_both_ways_and_not_at_ratio_one() -> None:

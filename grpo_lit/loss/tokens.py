@@ -1,12 +1,13 @@
 """Rules that treat a few tokens specially, by the covariance of advantage and log-prob.
 
-The picks depend on all tokens of the batch (means, shares), so they are made once, before the batch is split,
-by `select_tokens`, and handed to every micro-batch's `grpo_loss`. Made there with the old log-probs: they are
-the ones known for the whole batch, and equal to the current ones in the first pass.
+The picks depend on all tokens of the batch (means, shares), so they are made once, over all ranks and before the
+batch is split, by `select_tokens`, and handed to every micro-batch's `grpo_loss`. Made there with the old log-probs:
+they are the ones known for the whole batch, and equal to the current ones in the first pass.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -60,8 +61,9 @@ def select_tokens(
     *,
     entropy: Tensor | None = None,
     config: LossConfig,
+    gather: Callable[[Tensor], tuple[Tensor, slice]] | None = None,
 ) -> TokenSelection:
-    """Picks the tokens that `config.token_rule` treats, over all rows given.
+    """Picks the tokens that `config.token_rule` treats, over all rows of all ranks.
 
     With n = number of counted tokens and k = max(1, int(share x n)):
 
@@ -80,33 +82,44 @@ def select_tokens(
         completion_mask: (N, T) bool.
         entropy: (N, T) nats, needed by "sent".
         config: names the rule.
+        gather: rows of all ranks from this rank's, and where its own are (`grpo_lit.distributed.gather_rows`); every
+            rank has to call then, also one without a token. None: these are all rows.
 
     Raises:
         UserError: if the rule needs the entropy and there is none.
     """
+    if config.token_rule == "sent" and entropy is None:
+        raise UserError("entropy", None, "a tensor (N, T), since model.loss.token_rule='sent'")
     mask = completion_mask.bool()
     policy_mask = torch.ones_like(mask)
     coef = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device)
-    if config.token_rule == "none" or not bool(mask.any()):
-        return TokenSelection(policy_mask, coef)
-    if config.token_rule == "clip_cov":
-        covariance = token_covariance(advantages, logprobs, mask)
-        candidates = mask & (covariance > config.clip_cov_low) & (covariance < config.clip_cov_high)
-        picked = _top(covariance, candidates, _share(config.token_rule_share, mask))
-        return TokenSelection(policy_mask & ~picked, coef)
-    if config.token_rule == "kl_cov":
-        covariance = token_covariance(advantages, logprobs, mask)
-        picked = _top(covariance, mask, _share(config.token_rule_share, mask))
-        return TokenSelection(policy_mask, torch.where(picked, config.token_rule_coef, coef))
-    if entropy is None:
-        raise UserError("entropy", None, "a tensor (N, T), since model.loss.token_rule='sent'")
-    calm = _top(-entropy.detach().double(), mask, _share(config.sent_entropy_share, mask))
-    covariance = token_covariance(advantages, logprobs, calm)
-    count = _share(config.token_rule_share, calm)
-    coef = torch.where(_top(-covariance, calm, count), SENT_WEAK * config.token_rule_coef, coef)
-    # the strong half last: with so few tokens that both picks overlap, the larger penalty holds
-    coef = torch.where(_top(covariance, calm, count), SENT_STRONG * config.token_rule_coef, coef)
+    if config.token_rule != "none":
+        rows = advantages[:, None] if advantages.dim() == 1 else advantages
+        columns = [rows.expand_as(mask), logprobs, logprobs if entropy is None else entropy]
+        tokens = torch.stack([column.detach()[mask].double() for column in columns], dim=1)  # (tokens that count, 3)
+        tokens, own = (tokens, slice(None)) if gather is None else gather(tokens)
+        silenced, penalty = _picks(*tokens.T.unsqueeze(1), config)
+        policy_mask[mask], coef[mask] = ~silenced[0, own], penalty[0, own]
     return TokenSelection(policy_mask, coef)
+
+
+def _picks(advantages: Tensor, logprobs: Tensor, entropy: Tensor, config: LossConfig) -> tuple[Tensor, Tensor]:
+    """Of (1, n) tokens that all count: which give no policy gradient, and the weight of abs(logp - logp_old)."""
+    every = torch.ones_like(logprobs, dtype=torch.bool)
+    nothing = torch.zeros_like(logprobs, dtype=torch.float32)
+    among = every
+    if config.token_rule == "sent":
+        among = _top(-entropy, every, _share(config.sent_entropy_share, every))
+    covariance = token_covariance(advantages, logprobs, among)
+    count = _share(config.token_rule_share, among)
+    if config.token_rule == "clip_cov":
+        band = (covariance > config.clip_cov_low) & (covariance < config.clip_cov_high)
+        return _top(covariance, band, count), nothing
+    if config.token_rule == "kl_cov":
+        return ~every, torch.where(_top(covariance, every, count), config.token_rule_coef, nothing)
+    weak = torch.where(_top(-covariance, among, count), SENT_WEAK * config.token_rule_coef, nothing)
+    # the strong half last: with so few tokens that both picks overlap, the larger penalty holds
+    return ~every, torch.where(_top(covariance, among, count), SENT_STRONG * config.token_rule_coef, weak)
 
 
 def _share(share: float, mask: Tensor) -> int:
