@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from grpo_lit.evaluation.intervals import (
@@ -151,27 +150,18 @@ def mean_interval(values: Sequence[float], confidence: float, seed: int) -> Inte
     return cluster_bootstrap(values, confidence=confidence, seed=seed)
 
 
-def macro_interval(
-    datasets: Sequence[Sequence[float]], confidence: float, seed: int, resamples: int = 4000
-) -> Interval:
-    """Mean over datasets of the mean over problems; problems are resampled within each dataset."""
-    if len(datasets) == 1:
-        return mean_interval(datasets[0], confidence, seed)
-    generator = np.random.default_rng(seed)
-    arrays = [np.asarray(values, dtype=np.float64) for values in datasets]
-    draws = np.stack(
-        [
-            np.concatenate(
-                [
-                    a[generator.integers(0, len(a), (min(500, resamples), len(a)))].mean(axis=1)
-                    for _ in range(-(-resamples // 500))
-                ]
-            )
-            for a in arrays
-        ]
-    ).mean(axis=0)
-    low, high = np.percentile(draws, [50 * (1 - confidence), 50 * (1 + confidence)])
-    return Interval(float(np.mean([a.mean() for a in arrays])), float(low), float(high))
+def macro_interval(datasets: Sequence[Sequence[float]], confidence: float, seed: int) -> Interval:
+    r"""Mean over datasets of the mean over problems, with an interval out of those of the datasets.
+
+    With intervals [l_d, u_d] about means m_d of D datasets, which are independent: from
+    :math:`m - \sqrt{\sum_d (m_d - l_d)^2} / D` to :math:`m + \sqrt{\sum_d (u_d - m_d)^2} / D` (MOVER; Zou and Donner
+    2008, Statistics in Medicine 27). So a dataset whose problems all score alike adds Wilson's bound and not nothing.
+    """
+    parts = [mean_interval(values, confidence, seed) for values in datasets]
+    mean = math.fsum(part.value for part in parts) / len(parts)
+    below = math.hypot(*(part.value - part.low for part in parts)) / len(parts)
+    above = math.hypot(*(part.high - part.value for part in parts)) / len(parts)
+    return Interval(mean, mean - below, mean + above)
 
 
 def _speed(cell: Cell, store: ResultStore) -> float:

@@ -22,6 +22,7 @@ from grpo_lit.evaluation.intervals import (
     wilson_interval,
 )
 from grpo_lit.evaluation.metrics import evaluation_metrics
+from grpo_lit.evaluation.summary import macro_interval, mean_interval
 
 
 def vote(classes: tuple[int | None, ...], right: set[int]) -> float:
@@ -218,3 +219,19 @@ def test_no_interval_is_a_point_where_all_problems_score_alike() -> None:
     assert paired_bootstrap([1.0] * 20, [1.0] * 20) == pytest.approx((0.0, share - 1, 1 - share))
     assert paired_bootstrap([1.0] * 20, [0.0] * 20) == pytest.approx((1.0, 2 * share - 1, 1.0))
     assert all(map(math.isnan, cluster_bootstrap([7.0] * 20)[1:]))
+
+
+def test_mean_over_datasets_has_the_interval_of_independent_means() -> None:
+    """8 of 10 is [0.490, 0.943], 20 of 20 is [0.839, 1]: worked out by hand from those."""
+    eight, twenty = [1.0] * 8 + [0.0] * 2, [1.0] * 20
+    assert macro_interval([eight, twenty], 0.95, 0) == pytest.approx((0.9, 0.7253857, 0.9716589), abs=1e-6)
+    assert macro_interval([eight], 0.95, 0) == pytest.approx(mean_interval(eight, 0.95, 0))
+    value, low, high = macro_interval([twenty, twenty], 0.95, 0)
+    assert value == high == 1
+    assert 0.85 < low < 0.9, "tighter than that of either, 0.839, and no point"
+    generator = np.random.default_rng(0)
+    sets = [generator.random(60), generator.random(40)]
+    z = stats.norm.ppf(0.975)
+    half = z * math.hypot(*(values.std(ddof=1) / math.sqrt(len(values)) for values in sets)) / 2
+    mean = np.mean([values.mean() for values in sets])
+    assert macro_interval([list(v) for v in sets], 0.95, 0) == pytest.approx((mean, mean - half, mean + half), abs=5e-3)
