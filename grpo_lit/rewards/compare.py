@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Sequence
 
 from .algebra import Undecided
-from .leaves import Oracle, plain_number, plain_words, same_leaf
+from .leaves import Oracle, plain_number, plain_words, rounds_text, same_leaf
 from .normalize import canonical
 from .phrases import same_phrase
 from .reader import read
@@ -118,10 +118,10 @@ def _same_equation(gold: Node, answer: Node, oracle: Oracle) -> bool | None:
 
 
 def _is_false(equation: Equation, oracle: Oracle) -> bool:
-    """Whether both sides are numbers, and not the same: 5 = 6 states neither."""
+    """Whether both sides are numbers, and not the same: 5 = 6 states neither. A decimal may round the other side."""
     if re.search("[a-zA-Z]", equation.left + equation.right):
         return False
-    return oracle.equal(equation.left, equation.right) is False
+    return oracle.equal(equation.left, equation.right) is False and not rounds_text(equation.right, equation.left)
 
 
 def _states_value(equation: Equation, *, strict: bool) -> bool:
@@ -241,7 +241,8 @@ def _same_items(gold: Node, answer: Node, oracle: Oracle) -> bool | None:
             return None
         if isinstance(other, Group) and not any(isinstance(part, Group) for part in one.parts):
             # A list without brackets, in the tuple's order, is the tuple; a set isn't.
-            if one.braces or len(one.parts) != len(other.parts):
+            half_open = (other.left == "(") != (other.right == ")")
+            if one.braces or half_open or len(one.parts) != len(other.parts):
                 return False
             pairs = list(zip(one.parts, other.parts, strict=True))
             return _all(pairs if one is gold else [(b, a) for a, b in pairs], oracle)

@@ -83,6 +83,7 @@ _JOINT = re.compile(r"(?:,|;|and|or|&)+", re.IGNORECASE)
 _LOOSE_JOINT = re.compile(
     r"(?:.*[^a-zA-Z])?(?:and|or|,|;)(?:[a-zA-Z](?:_?[0-9])?(?:\([a-z]\))?=)?", re.IGNORECASE | re.DOTALL
 )
+_RETRACTION = re.compile(r"[\W_]*(?:wait|actually|hmm+|oops|sorry|scratch that|correction|no(?=[,.:!;]))\b", re.I)
 _OPENING = re.compile(r"(yes|no|true|false)\b", re.IGNORECASE)
 _SECOND_THOUGHTS = re.compile(r"\b(?:wait|actually|no|not|but|then|hmm|instead|correct|mistake|sorry|rather)\b", re.I)
 
@@ -237,6 +238,9 @@ def _from_prose(text: str) -> Extraction:
     if phrases:
         tail = phrases[-1]["tail"].strip()
         sentence = _first_sentence(tail)
+        rest = text[-20_000:][phrases[-1].start("tail") :].partition(sentence)[2]
+        if _RETRACTION.match(rest) and _last_value(rest) is not None:
+            return _from_prose(rest)  # The answer is 13. Wait, no: 12.
         if re.fullmatch(r"\(?[A-J]\)?", sentence):
             return _found(tail[:200], "phrase")  # with what follows the letter: perhaps the other options
         # "answer is to your question: the total is 5" holds its answer at the end, as any sentence does.

@@ -25,14 +25,15 @@ LONG_DECIMAL_DIGITS = 10
 _NUMBER = re.compile(r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)")
 _FRACTION = re.compile(r"[-+]?[0-9]{1,40}/[0-9]{1,40}")
 _BASED = re.compile(r"([0-9A-F]+) ?_ ?(?:\{ ?([0-9]{1,2}) ?\}|([0-9]))|([0-9A-F]+)")
-_WORDS = re.compile(r"[a-zA-Z][a-zA-Z' .-]*[a-zA-Z]")
+_WORDS = re.compile(r"(?!.*\b[a-zA-Z] ?- ?[a-zA-Z]\b)[a-zA-Z][a-zA-Z' .-]*[a-zA-Z]")  # x-x is a difference
 _TEXT = re.compile(r"\\text\{([^{}]*)\}")
 _SCALE = re.compile(
     r"(-?\$? ?[0-9][0-9.]*) ?(?:\\text\{ ?)?(dozen|hundred|thousand|million|billion|trillion)(?: |\}|$)(.*)"
 )
 _SCALES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
-_NUMBER_WORDS = dict(zero="0", one="1", two="2", three="3", four="4", five="5", six="6")
-_NUMBER_WORDS |= dict(seven="7", eight="8", nine="9", ten="10", eleven="11", twelve="12")
+_SMALL = "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen"
+_NUMBER_WORDS = {word: n for n, word in enumerate(f"{_SMALL} seventeen eighteen nineteen".split())}
+_TENS = dict(twenty=20, thirty=30, forty=40, fifty=50, sixty=60, seventy=70, eighty=80, ninety=90)
 _PARTS = dict(half=2, third=3, quarter=4, fourth=4, fifth=5, sixth=6, eighth=8, tenth=10)
 _PART = re.compile(rf"(?:({'|'.join(_NUMBER_WORDS)})[ -]|(?=half))({'|'.join(_PARTS)})s?")
 
@@ -93,10 +94,10 @@ def plain_number(text: str) -> Fraction | None:
     return None
 
 
-def rounds(decimal: str, exact: Value) -> bool:
-    """Whether a long decimal is ``exact`` to within one unit of its last digit."""
+def rounds(decimal: str, exact: Value, least: int = LONG_DECIMAL_DIGITS) -> bool:
+    """Whether a decimal of at least so many digits is ``exact`` to within one unit of its last digit."""
     digits = decimal.lstrip("+-0.").replace(".", "")
-    if not _NUMBER.fullmatch(decimal) or "." not in decimal or len(digits) < LONG_DECIMAL_DIGITS:
+    if not _NUMBER.fullmatch(decimal) or "." not in decimal or len(digits) < least:
         return False
     value = Fraction(Decimal(decimal))
     if exact.rational is not None:
@@ -104,6 +105,12 @@ def rounds(decimal: str, exact: Value) -> bool:
     size = exact.approximate()
     places = len(decimal.partition(".")[2])
     return size is not None and abs(float(value) - size) <= max(10.0**-places, 1e-14 * abs(size))
+
+
+def rounds_text(decimal: str, exact: str) -> bool:
+    """Whether a decimal of any length is what a text says to within one unit of its last digit."""
+    value = _read_both(exact)[0]
+    return value is not None and rounds(decimal, value, 1)
 
 
 def same_leaf(gold: str, answer: str, oracle: Oracle) -> bool | None:
@@ -138,7 +145,7 @@ def _same_words(gold: str, answer: str) -> bool | None:
         return True
     if " " not in left + right and "text" not in gold + answer and sorted(left) == sorted(right):
         return None  # perhaps products of variables: ab and ba
-    return _NUMBER_WORDS.get(left, left) == _NUMBER_WORDS.get(right, right)
+    return number_word(left) == number_word(right)
 
 
 def _same_in_base(gold: str, answer: str) -> bool | None:
@@ -151,20 +158,43 @@ def _same_in_base(gold: str, answer: str) -> bool | None:
 
 
 def number_word(text: str) -> str:
-    """Number words as digits: ``five`` is 5, ``two thirds`` 2/3, ``5 million`` 5000000; other texts as they are."""
+    """Number words as digits: ``twenty-one`` is 21, ``two thirds`` 2/3, ``5 million`` 5000000; others as they are."""
     words = plain_words(text)
     if words is not None:
         part = _PART.fullmatch(words)
         if part:
             return f"{_NUMBER_WORDS.get(part[1], 1)}/{_PARTS[part[2]]}"
-        head, _, tail = words.partition(" ")
-        return f"{_NUMBER_WORDS[head]} {tail}".strip() if head in _NUMBER_WORDS else text
+        return _spelled(words) or text
     scale = _SCALE.fullmatch(text)
     if scale and scale[1].lstrip("-$ ").count(".") <= 1:
         sign = scale[1].rstrip("0123456789.")
         amount = Decimal(scale[1][len(sign) :].rstrip(".") or 0) * _SCALES[scale[2]]
         return f"{sign}{amount.normalize():f} {scale[3].strip(' }')}".strip()
     return text
+
+
+def _spelled(words: str) -> str | None:
+    """Digits and unit of words that begin with a number, as in "two hundred five apples"; None of others."""
+    total, group = 0, 0
+    room, scale = 1000, 10**15  # a word that is added is below room, one that multiplies below scale
+    split = words.replace("-", " ").split()
+    taken = 0
+    for word in split:
+        value = _NUMBER_WORDS.get(word, _TENS.get(word))
+        factor = _SCALES.get(word)
+        if value is not None and value < room:
+            group, room = group + value, 10 if word in _TENS else 0
+        elif factor == 100 and group < 10 and room in (0, 1000):
+            group, room = 100 * (group or 1), 100
+        elif factor is not None and factor != 100 and factor < scale:
+            total, group, room, scale = total + factor * (group or 1), 0, 1000, factor
+        else:
+            break
+        taken += 1
+    rest = split[taken:]
+    if not taken or (rest and (rest[0] in _SCALES or rest[0] in _NUMBER_WORDS or rest[0] in _TENS)):
+        return None
+    return " ".join([str(total + group), *rest])
 
 
 def _same_quantity(gold: str, answer: str, oracle: Oracle) -> bool | None:

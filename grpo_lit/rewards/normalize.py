@@ -36,7 +36,7 @@ _CHARACTERS: dict[int, str | None] = {
     **_pairs("πθαβγλμωφ", [rf"\{name} " for name in _GREEK]),
     **_pairs("½⅓⅔¼¾⅕⅛", [rf"\frac{{{n[0]}}}{{{n[1]}}}" for n in _VULGAR]),
     **_pairs("→⇒≃≅∼", [r"\to ", r"\to ", r"\approx ", r"\approx ", r"\approx "]),
-    **_pairs("ℝ′’‘“”。，：∶", [r"\mathbb{R}", "'", "'", "'", '"', '"', ".", ",", ":", ":"]),
+    **_pairs("ℝ∅′’‘“”。，：∶", [r"\mathbb{R}", r"\emptyset ", "'", "'", "'", '"', '"', ".", ",", ":", ":"]),
 }
 _ROOT_SIGN = re.compile(r"√\s*([0-9]+|[a-zA-Z]|\{[^{}]*\}|\([^()]*\))")
 
@@ -51,8 +51,10 @@ _SPACING = re.compile(r"(?<!\\)\\[,;:!> ()\[\]]|\\(?:quad|qquad|displaystyle|tex
 _SIZED = re.compile(r"\\(?:left|right|[bB]igg?[lr]?|middle)(?![a-zA-Z])\s*(?:\.(?![0-9]))?")
 _FONTS = re.compile(
     r"\\(?:text|mathrm|textrm|mathbf|textbf|mathit|textit|mathsf|mbox|hbox|operatorname|mathtt|texttt|textnormal"
-    r"|emph|boldsymbol|bold|bm)\*?\s*\{([^{}]*)\}"
+    r"|emph|boldsymbol|bold|bm|underline)\*?\s*\{([^{}]*)\}"
 )
+_LOOKS = re.compile(r"\\(?:text)?color\s*\{[a-zA-Z!0-9]*\}|\\(?:large|Large|LARGE|huge|Huge|small)(?![a-zA-Z])")
+_OVER = re.compile(r"\{([^{}]*)\\over(?![a-zA-Z])([^{}]*)\}")
 _OLD_FONTS = re.compile(r"\{\s*\\(?:rm|bf|it|tt|sf)\s+([^{}]*)\}")
 _CONNECTIVE = re.compile(r"[,;\s]*(and|or|&)[,;\s]*")
 _MATH_IN_TEXT = re.compile(r"[-+]?[0-9][0-9.,/]*|[a-zA-Z]|.*\\.*")
@@ -76,6 +78,8 @@ _COMMANDS = [
         ("dotsc|dotsb|ldots|dots|cdots", "..."),
         ("implies|Rightarrow|rightarrow", r"\\to "),
         ("boxed|fbox|therefore", " "),
+        ("varnothing", r"\\emptyset "),
+        (r"bar(?=\{[0-9])", r"\\overline"),  # 0.\bar{3}
     ]
 ]
 _PLAIN_NAMES = re.compile(
@@ -84,7 +88,8 @@ _PLAIN_NAMES = re.compile(
 )
 _EMPHASIS = re.compile(r"(?<![\w)\]}*])(\*\*|__)(?=\S)([^*_\n]+)(?<=\S)\1(?![\w(*])")
 _MINUS = re.compile(r"(?<![\w)\]}%$] )\b(?:minus|negative) ?(?=[0-9.$\\])", re.IGNORECASE)
-_ABOUT = re.compile(r"(?<![a-zA-Z}])~ ?(?=-?[0-9.])(?![0-9]{3}(?![0-9]))")
+_RANGE = re.compile(r"(?<![-+*/^=_0-9.(] )(?<![-+*/^=_0-9.(])([0-9]+(?:\.[0-9]+)?) ?~ ?(?=[0-9])")
+_ABOUT = re.compile(r"(?<![a-zA-Z}~])~ ?(?=-?[0-9.])(?![0-9]{3}(?![0-9]))")
 _COMPARED = re.compile(
     r"(?<=\b[a-z]) (?:(?:is|must be) )?(?:(greater|more|larger)|less|smaller) than (or equal to )?(?=[-0-9.$\\])",
     re.IGNORECASE,
@@ -121,7 +126,8 @@ def in_signs(text: str) -> str:
     >>> in_signs("**negative 8**"), in_signs("x is less than or equal to 2"), in_signs("9 minus 1")
     ('-8', 'x <= 2', '9 minus 1')
     """
-    text = _ABOUT.sub(r"\\approx ", text)
+    if "~" in text:
+        text = _ABOUT.sub(r"\\approx ", _RANGE.sub(r"\1 to ", text))  # 8~10 is 8 to 10, 1+7~8 about 8
     text = _MINUS.sub("-", without_emphasis(clean(text)))
     return _COMPARED.sub(lambda m: f" {'>' if m[1] else '<'}{'=' if m[2] else ''} ", text)
 
@@ -147,15 +153,18 @@ def normalise(text: str) -> str:
     if "\\" in text:
         text = text.replace(r"\%", "%").replace(r"\&", "&").replace(r"\#", "#").replace(r"\_", "_")
         text = _OLD_FONTS.sub(r"\\text{\1}", text)
-        text = _FONTS.sub(_plain_text, text)
+        text = _OVER.sub(r"\\frac{\1}{\2}", _LOOKS.sub("", text))
+        text = _FONTS.sub(_plain_text, _FONTS.sub(_plain_text, text))  # one within another
         for pattern, new in _COMMANDS:
             text = pattern.sub(new, text)
         text = re.sub(r"\^\s*\{?\s*\\circ\s*\}?", "°", text)
+        text = re.sub(r"\\\{ *\\\}", r"\\emptyset ", text)
     text = re.sub(r"!=", r"\\ne ", text).replace("<=", r"\le ").replace(">=", r"\ge ")
     text = _PLAIN_NAMES.sub(lambda m: "\\" + m[1].replace("infinity", "infty"), text)
     text = re.sub(r"\\infty\b|(?<![\\a-zA-Z])inf(?![a-zA-Z])", r"\\infty ", text)
     text = re.sub(r"\s+", " ", text).strip(' "`')
-    text = re.sub(r"^[:=]+ *|(?:(?<!\.)\.|[,;:])+ *$", "", text).strip()
+    text = re.sub(r"(?<=\bhundred )and (?=[a-z])", "", text)  # one hundred and five
+    text = re.sub(r"^[:=]+ *|(?:(?<!\.)\.|[,;:\\])+ *$", "", text).strip()
     text = re.sub(r"^'(.*)'$", r"\1", text)
     return re.sub(r"([(\[{]) +| +([)\]},])", r"\1\2", text)
 

@@ -275,6 +275,51 @@ OTHERS = [
     ("20", r"so \[ x = 20 \]", True),
 ]
 
+# Found by trying what was in no table: judged wrongly until a rule was mended.
+FOUND: list[Case] = [
+    *(("8", text, False) for text in ("8~10", "It takes 8~10 days.", r"\boxed{8~9}", r"\boxed{~~8~~ 9}", "8.5 ~ 9")),
+    *(("[1,2)", rf"\boxed{{{text}}}", right) for text, right in (("1,2", False), ("1 and 2", False), ("[1, 2)", True))),
+    *(("1,2", rf"\boxed{{{text}}}", right) for text, right in (("(1,2]", False), ("(1,2)", True))),
+    *(("0", rf"\boxed{{{text}}}", right) for text, right in (("x-x", False), ("zero", True))),
+    ("8", "The answer is 8. Wait, no: 9.", False),
+    ("8", "The answer is 9.\nActually, 2*4 = 8.", True),
+    ("8", "The answer is 8. No, that is 2 less than it should be, 10.", False),
+    ("8", "The answer is 8. No other number will do.", True),
+    ("8", "The answer is 8. Actually, no need to check.", True),
+    *((r"\emptyset", rf"\boxed{{{text}}}", True) for text in (r"\varnothing", "∅", r"\{\}", r"\{ \}")),
+    *((r"\emptyset", rf"\boxed{{{text}}}", False) for text in ("0", r"\{0\}", "")),
+    *(
+        ("5", rf"\boxed{{{text}}}", True)
+        for text in (r"\color{red}{5}", r"\textcolor{blue}{5}", r"\underline{5}", r"\large 5")
+    ),
+    *(("5", rf"\boxed{{{text}}}", True) for text in (r"\ 5\ ", r"\mathbf{\text{5}}", r"{10 \over 2}")),
+    *(("5", rf"\boxed{{{text}}}", False) for text in (r"\color{red}{5}8", r"\underline{5}8", r"{5 \over 2}")),
+    ("1/3", r"\boxed{0.\bar{3}}", True),
+    ("1/3", r"\boxed{0.\bar{4}}", False),
+    ("5.67", r"\boxed{17/3 = 5.67}", True),
+    ("5.68", r"\boxed{17/3 = 5.68}", False),
+    *(("21", text, True) for text in ("twenty-one", r"\boxed{twenty one}", r"\boxed{\text{twenty-one apples}}")),
+    *(
+        ("105", rf"\boxed{{{text}}}", True)
+        for text in ("one hundred and five", "a hundred five", "One hundred five dollars")
+    ),
+    *(("2000340", rf"\boxed{{{text}}}", True) for text in ("two million three hundred forty", "2000340")),
+    *(("12000", rf"\boxed{{{text}}}", True) for text in ("twelve thousand", "12 thousand")),
+    ("24", r"\boxed{two dozen}", True),
+    *(
+        ("5", rf"\boxed{{{text}}}", False)
+        for text in ("five hundred", "five six", "twenty-five", "five dozen", "five and six")
+    ),
+    *(
+        ("20", rf"\boxed{{{text}}}", False)
+        for text in ("twenty twelve", "two zero", "twenty-one", "twenty thousand", "ten ten")
+    ),
+    *(
+        ("1", rf"\boxed{{{text}}}", False)
+        for text in ("one two", "one zero", "one hundred", "twenty-one", "one and two")
+    ),
+]
+
 TABLES = {
     "published": PUBLISHED,
     "reported": REPORTED,
@@ -286,6 +331,7 @@ TABLES = {
     "collections": COLLECTIONS,
     "matrices": MATRICES,
     "others": OTHERS,
+    "found": FOUND,
 }
 
 
