@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -112,8 +111,7 @@ class VigorAllocator:
             rewards: one a completion; None or NaN = abstained, drawn but without a say in the variance.
 
         Raises:
-            UserError: for a prompt that is not active or was observed already, a wrong number of rewards, or
-            an
+            UserError: for a prompt that is not active or was observed already, a wrong number of rewards, or an
                 infinite one.
         """
         values = rewards.tolist() if isinstance(rewards, Tensor) else list(rewards)
@@ -160,30 +158,6 @@ class VigorAllocator:
             f"{self.initial_count * self.rounds} each: {budget / self.num_prompts:.2f} a prompt"
         )
 
-    def state_dict(self) -> dict[str, Any]:
-        """Everything that `load_state_dict` needs to go on in the middle of a rollout."""
-        return {
-            "round": self._round,
-            "active": list(self._active),
-            "observed": sorted(self._observed),
-            "rewards": [list(rewards) for rewards in self._rewards],
-            "priority": list(self._priority),
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes the state of an allocator built with the same arguments.
-
-        Raises:
-            UserError: if the number of prompts differs.
-        """
-        if len(state["rewards"]) != self.num_prompts:
-            raise UserError("vigor.num_prompts", self.num_prompts, f"{len(state['rewards'])} as in the saved state")
-        self._round = state["round"]
-        self._active = list(state["active"])
-        self._observed = set(state["observed"])
-        self._rewards = [list(rewards) for rewards in state["rewards"]]
-        self._priority = list(state["priority"])
-
     def _count(self, index: int) -> int:
         """Completions of each active prompt in a round."""
         return int(self.initial_count * self.expansion**index)
@@ -210,7 +184,6 @@ class UniformAllocator:
         self._counts = torch.full((num_prompts,), share, dtype=torch.int64)
         self._counts[:rest] += 1
         self._handed_out = False
-        self._drawn = torch.zeros(num_prompts, dtype=torch.int64)
 
     def next_counts(self) -> Tensor | None:
         """Completions to draw now for each prompt, (num_prompts,) int64; None after the only round."""
@@ -220,7 +193,7 @@ class UniformAllocator:
         return self._counts.clone()
 
     def observe(self, prompt_index: int, rewards: Sequence[float | None] | Tensor) -> None:
-        """Counts the completions; their rewards change nothing here.
+        """Checks the number of completions; their rewards change nothing here.
 
         Raises:
             UserError: for a wrong number of rewards.
@@ -228,11 +201,6 @@ class UniformAllocator:
         expected = int(self._counts[prompt_index])
         if len(rewards) != expected:
             raise UserError("rewards", f"{len(rewards)} numbers", f"{expected} numbers")
-        self._drawn[prompt_index] += len(rewards)
-
-    def totals(self) -> Tensor:
-        """Completions observed so far for each prompt, (num_prompts,) int64."""
-        return self._drawn.clone()
 
     def budget(self) -> int:
         """Completions in all."""
