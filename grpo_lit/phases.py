@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
 
 Phase = Literal["rollout", "reward", "score", "train", "optimizer", "validate"]
 T = TypeVar("T")
-_log = logging.getLogger(__name__)
 _attempts = itertools.count(1)
 
 

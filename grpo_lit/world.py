@@ -58,7 +58,7 @@ class WorldView(NamedTuple):
         """`grpo_lit.loss.merge_totals` over all ranks."""
         if self.size == 1:
             return dict(totals)
-        return merge_totals([part for part in self.gather({name: pair.cpu() for name, pair in totals.items()})])
+        return merge_totals(self.gather({name: pair.cpu() for name, pair in totals.items()}))
 
     def gather(self, value: Any) -> list[Any]:
         """The value of every rank, in the order of ranks."""

@@ -50,21 +50,36 @@ def create_app(state: LiveState, trace: TraceControl) -> Starlette:
         del request
         return _json({**state.status(), "trace": trace.status()})
 
-    def channel(name: str) -> Callable[[Request], Awaitable[Response]]:
-        async def read(request: Request) -> Response:
-            try:
-                since, limit = (_whole(request, key, default) for key, default in (("since_step", 0), ("limit", 500)))
-            except UserError as error:
-                return _error(400, str(error))
-            return _json(state.read(name, since_step=since, limit=limit))
+    routes = [
+        Route("/", page),
+        Route("/api/status", status),
+        *(Route(f"/api/{name}", _channel(state, name)) for name in CHANNELS),
+        *_trace_routes(trace),
+    ]
+    return Starlette(routes=routes, middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=HOSTS)])
 
-        return read
 
-    async def trace_status(request: Request) -> Response:
+def _channel(state: LiveState, name: str) -> Callable[[Request], Awaitable[Response]]:
+    """Rows of one of the state's channels, from a step on."""
+
+    async def read(request: Request) -> Response:
+        try:
+            since, limit = (_whole(request, key, default) for key, default in (("since_step", 0), ("limit", 500)))
+        except UserError as error:
+            return _error(400, str(error))
+        return _json(state.read(name, since_step=since, limit=limit))
+
+    return read
+
+
+def _trace_routes(trace: TraceControl) -> list[Route]:
+    """Start, stop and fetch a recording."""
+
+    async def status(request: Request) -> Response:
         del request
         return _json(trace.status())
 
-    def trace_start(body: bytes) -> Response:
+    def start(body: bytes) -> Response:
         try:
             return _json(trace.start(_trace_request(body)), status=202)
         except UserError as error:
@@ -72,29 +87,25 @@ def create_app(state: LiveState, trace: TraceControl) -> Starlette:
         except Refused as refused:
             return _error(refused.status, str(refused))
 
-    def trace_stop(body: bytes) -> Response:
+    def stop(body: bytes) -> Response:
         del body
         try:
             return _json(trace.stop(), status=202)
         except Refused as refused:
             return _error(refused.status, str(refused))
 
-    async def trace_file(request: Request) -> Response:
+    async def file(request: Request) -> Response:
         del request
         if trace.state != "done" or not trace.file.is_file():
             return _error(404, "no trace has been recorded")
         return FileResponse(trace.file, media_type="application/json", filename="trace.json", headers=_HEADERS)
 
-    routes = [
-        Route("/", page),
-        Route("/api/status", status),
-        *(Route(f"/api/{name}", channel(name)) for name in CHANNELS),
-        Route("/api/trace", trace_status),
-        Route("/api/trace/start", _guarded(trace_start), methods=["POST"]),
-        Route("/api/trace/stop", _guarded(trace_stop), methods=["POST"]),
-        Route("/api/trace/file", trace_file),
+    return [
+        Route("/api/trace", status),
+        Route("/api/trace/start", _guarded(start), methods=["POST"]),
+        Route("/api/trace/stop", _guarded(stop), methods=["POST"]),
+        Route("/api/trace/file", file),
     ]
-    return Starlette(routes=routes, middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=HOSTS)])
 
 
 def _guarded(endpoint: Callable[[bytes], Response]) -> Callable[[Request], Awaitable[Response]]:
