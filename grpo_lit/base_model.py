@@ -131,9 +131,7 @@ def _quantize_layer(
         from grpo_lit.frozen4bit import FrozenLinear4bit
     except ImportError as error:
         raise SystemFault("model.policy.quantization=nf4 needs bitsandbytes: pip install bitsandbytes") from error
-    parent_name, _, child = name.rpartition(".")
-    quantized = FrozenLinear4bit.from_linear(layer, compute_dtype, device)
-    setattr(model.get_submodule(parent_name) if parent_name else model, child, quantized)
+    model.set_submodule(name, FrozenLinear4bit.from_linear(layer, compute_dtype, device))
 
 
 def one_line(error: BaseException, limit: int = 200) -> str:

@@ -46,7 +46,6 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
 _PEFT_PREFIX = "base_model.model."
 _FEW_ROWS = 64  # up to here, decoding: bitsandbytes' own products are as fast
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass
@@ -168,20 +167,14 @@ def inject_lora(
         UserError: a target matches no linear layer of the model.
     """
     model.requires_grad_(False)
-    wanted = [
-        (name, module)
-        for name, module in model.named_modules()
-        if is_linear(module) and name.rpartition(".")[2] in targets
-    ]
-    missing = [target for target in targets if all(name.rpartition(".")[2] != target for name, _ in wanted)]
-    if missing:
-        known = sorted({name.rpartition(".")[2] for name, module in model.named_modules() if is_linear(module)})
-        raise UserError("model.lora.targets", missing[0], f"a linear layer of this model: {', '.join(known)}")
-    for name, module in wanted:
-        parent_name, _, child = name.rpartition(".")
-        parent = model.get_submodule(parent_name) if parent_name else model
-        setattr(parent, child, LoRALinear(module, rank, alpha, dtype))
-    return [name for name, _ in wanted]
+    linear = {name: module for name, module in model.named_modules() if is_linear(module)}
+    known = {name.rpartition(".")[2] for name in linear}
+    if missing := [target for target in targets if target not in known]:
+        raise UserError("model.lora.targets", missing[0], f"a linear layer of this model: {', '.join(sorted(known))}")
+    wanted = {name: module for name, module in linear.items() if name.rpartition(".")[2] in targets}
+    for name, module in wanted.items():
+        model.set_submodule(name, LoRALinear(module, rank, alpha, dtype))
+    return list(wanted)
 
 
 def lora_layers(model: nn.Module) -> Iterator[tuple[str, LoRALinear]]:
@@ -228,8 +221,7 @@ def merge_lora(model: nn.Module) -> int:
         with torch.no_grad():
             update = delta.T if isinstance(layer.base_layer, Conv1D) else delta
             weight.copy_((weight.float() + update.to(weight.device)).to(weight.dtype))  # type: ignore[operator, arg-type]
-        parent_name, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent_name) if parent_name else model, child, layer.base_layer)
+        model.set_submodule(name, layer.base_layer)
     return len(layers)
 
 
@@ -350,8 +342,3 @@ def copy_adapter_state(model: nn.Module, state: Mapping[str, Tensor], *, argumen
         for name, layer in lora_layers(model):
             layer.lora_A.copy_(state[f"{_PEFT_PREFIX}{name}.lora_A.weight"])
             layer.lora_B.copy_(state[f"{_PEFT_PREFIX}{name}.lora_B.weight"])
-
-
-def lora_dtype(config: LoRAConfig) -> torch.dtype:
-    """The torch dtype that a `LoRAConfig` names."""
-    return _DTYPES[config.dtype]

@@ -19,7 +19,7 @@ from grpo_lit.base_model import DTYPES, load_base_model, quantize_nf4
 from grpo_lit.errors import UserError
 from grpo_lit.fused_decoder import FusedDecoder, choose_fused
 from grpo_lit.kernels import linear_logprobs
-from grpo_lit.lora import LoRAConfig, inject_lora, lora_dtype
+from grpo_lit.lora import LoRAConfig, inject_lora
 from grpo_lit.memory.checkpointing import LayerCheckpointing, tile_mlps
 from grpo_lit.memory.offload import ActivationOffload
 from grpo_lit.memory.quantized_table import quantize_tables
@@ -251,7 +251,7 @@ def load_policy(
             quantize_tables(model, config.head_quantization, DTYPES[config.dtype], torch.device(device))
         model.to(torch.device(device))  # type: ignore[arg-type]
         if lora is not None:
-            inject_lora(model, lora.rank, lora.alpha, tuple(lora.targets), dtype=lora_dtype(lora))
+            inject_lora(model, lora.rank, lora.alpha, tuple(lora.targets), dtype=DTYPES[lora.dtype])
     if devices:
         torch.cuda.empty_cache()  # quantizing leaves blocks of sizes that training has no use for
     if config.mlp_tile_tokens is not None:

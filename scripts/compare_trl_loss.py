@@ -118,15 +118,13 @@ def tensors(dtype: torch.dtype, masked_row: int | None) -> dict[str, Tensor]:
     return {name: tensor.to(dtype) for name, tensor in floats.items()} | {"completion_mask": mask}
 
 
-def trl_loss(case: Case, data: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Loss and gradient with respect to log-probs and entropies, by TRL."""
+def trl_trainer(case: Case, scores: tuple[Tensor, Tensor]) -> Any:
+    """A GRPOTrainer with the case's options, whose model answers with these log-probs and entropies."""
     from trl.trainer.grpo_trainer import GRPOTrainer
 
-    options = dict(case.trl)
-    mode = options.pop("rollout", None)
-    high = options.pop("epsilon_high", 0.2)
-    if case.loss_type == "cispo":
-        high = LOSS_TYPES["cispo"]["cispo_cap"]
+    options = case.trl
+    correction = "rollout" in options
+    high = LOSS_TYPES["cispo"]["cispo_cap"] if case.loss_type == "cispo" else options.get("epsilon_high", 0.2)
     args = SimpleNamespace(
         delta=options.get("delta"),
         use_bias_correction_kl=options.get("use_bias_correction_kl", False),
@@ -138,8 +136,10 @@ def trl_loss(case: Case, data: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         vespo_lambda_neg=2.0,
         steps_per_generation=1,
     )
+    accelerator = SimpleNamespace(
+        num_processes=1, sync_gradients=True, gather=lambda value: value, reduce=lambda value, reduction: value
+    )
     trainer = object.__new__(GRPOTrainer)
-    logprobs, entropy = (data[name].clone().requires_grad_() for name in ("logprobs", "entropy"))
     attributes = {
         "loss_type": case.loss_type,
         "importance_sampling_level": options.get("importance_sampling_level", "token"),
@@ -152,23 +152,24 @@ def trl_loss(case: Case, data: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         "use_adaptive_entropy": False,
         "top_entropy_quantile": 1.0,
         "max_completion_length": MAX_COMPLETION_LENGTH,
-        "use_vllm": mode is not None,
-        "vllm_importance_sampling_correction": mode is not None,
+        "use_vllm": correction,
+        "vllm_importance_sampling_correction": correction,
         "aux_loss_enabled": False,
         "current_gradient_accumulation_steps": 1,
         "args": args,
         "model": SimpleNamespace(training=True),
-        "accelerator": SimpleNamespace(
-            num_processes=1,
-            sync_gradients=True,
-            gather=lambda value: value,
-            reduce=lambda value, reduction: value,
-        ),
+        "accelerator": accelerator,
         "_metrics": defaultdict(lambda: defaultdict(list)),
-        "_get_per_token_logps_and_entropies": lambda *_, **__: (logprobs, entropy, None),
+        "_get_per_token_logps_and_entropies": lambda *_, **__: (*scores, None),
     }
     for name, value in attributes.items():
         setattr(trainer, name, value)
+    return trainer
+
+
+def trl_loss(case: Case, data: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Loss and gradient with respect to log-probs and entropies, by TRL."""
+    logprobs, entropy = (data[name].clone().requires_grad_() for name in ("logprobs", "entropy"))
     mask = data["completion_mask"].to(logprobs.dtype)
     inputs = {
         "prompt_ids": torch.zeros(N, 1, dtype=torch.long),
@@ -180,9 +181,9 @@ def trl_loss(case: Case, data: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         "ref_per_token_logps": data["ref_logprobs"],
         "num_items_in_batch": mask.sum(),
     }
-    if mode is not None:
-        inputs["importance_sampling_ratio"] = trl_rollout_ratio(data, mode)
-    loss = trainer._compute_loss(None, inputs)
+    if "rollout" in case.trl:
+        inputs["importance_sampling_ratio"] = trl_rollout_ratio(data, case.trl["rollout"])
+    loss = trl_trainer(case, (logprobs, entropy))._compute_loss(None, inputs)
     return loss.detach(), gradient_of(loss, logprobs, entropy)
 
 

@@ -191,6 +191,5 @@ def _in_float32(model: nn.Module) -> Any:
         if isinstance(module, LoRALinear):
             module.base_layer = dense
         elif "base_layer" not in name:
-            parent, _, child = name.rpartition(".")
-            setattr(exact.get_submodule(parent), child, dense)
+            exact.set_submodule(name, dense)
     return exact.float().eval()

@@ -163,5 +163,4 @@ def quantize_tables(model: nn.Module, kind: Kind, dtype: torch.dtype, device: to
     for before, after in ((embedding, QuantizedEmbedding(table)), (head, QuantizedHead(own, bias))):
         for name, module in list(model.named_modules()):
             if module is before:
-                parent, _, child = name.rpartition(".")
-                setattr(model.get_submodule(parent) if parent else model, child, after)
+                model.set_submodule(name, after)
