@@ -4,7 +4,7 @@ A checkpoint is a Lightning checkpoint whose ``state_dict`` lacks the frozen bas
 
     grpo_lit:
       version, model (what the base looks like), lora, seed
-      rollout_step, guard, rng
+      rollout_step, guard, prompt_lengths (of several ranks), rng
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ def pack(module: GRPOModule, checkpoint: dict[str, Any]) -> None:
         "seed": module.seed,
         "rollout_step": module.rollout_step,
         "guard": module.guard.state_dict(),
+        "prompt_lengths": module.prompt_lengths.state_dict(),
         "rng": rng_state(),
     }
 
@@ -70,6 +71,7 @@ def unpack(module: GRPOModule, checkpoint: dict[str, Any]) -> None:
     assert entry is not None
     module.rollout_step = entry["rollout_step"]
     module.guard.load_state_dict(entry["guard"])
+    module.prompt_lengths.load_state_dict(entry.get("prompt_lengths", {}))  # not in checkpoints of earlier versions
     set_rng_state(entry["rng"])
 
 

@@ -34,6 +34,7 @@ from grpo_lit.optim import LRScheduleConfig, allocate_moments, build_scheduler
 from grpo_lit.passes import Passes
 from grpo_lit.phases import PhaseRecorder
 from grpo_lit.policy import Policy, PolicyConfig, load_policy
+from grpo_lit.prompt_queue import PromptLengths
 from grpo_lit.prompts import PromptEncoder, load_tokenizer
 from grpo_lit.rewards import RewardOutput
 from grpo_lit.rollout import Rollout, RolloutConfig, RolloutEngine, SamplingConfig, build_engine, row_keys
@@ -129,7 +130,7 @@ class GRPOModule(LightningModule):
         self._check_arguments()
         self.kernels = dispatch.check_overrides(kernels or {}, "model.kernels")
         self.policy: Policy | None = None
-        self.rollout_step = 0
+        self.rollout_step, self.prompt_lengths = 0, PromptLengths()
         self.guard = NonFiniteGuard()
         self.phase = PhaseRecorder(self)
         self.step_metrics: dict[str, float] = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from grpo_lit.datamodules.loader import PromptBatch
 from grpo_lit.datamodules.vigor import UniformAllocator, VigorAllocator
 from grpo_lit.loss import length_penalty, soft_overlong_penalty
-from grpo_lit.prompt_queue import JudgedRows, PromptQueue, generate_from_queue
+from grpo_lit.prompt_queue import JudgedRows, PromptQueue, generate_from_queue, longest_first
 from grpo_lit.prompts import prefilled_tail
 from grpo_lit.rewards import VERDICT_KINDS, RewardOutput, compute_rewards, latency_histogram
 from grpo_lit.rollout import Rollout, RolloutConfig, row_keys
@@ -69,7 +69,12 @@ def sample_rows(module: GRPOModule, batch: PromptBatch) -> StepRows:
             module.engine.release()
         judged = _judge_round(module, batch, rollout)
         rounds.append((rollout, numbers, judged))
-        _tell(allocator, world.gather((rollout.group_ids.tolist(), judged.output.rewards.tolist())))
+        rewards = judged.output.rewards.tolist()
+        ranks = world.gather((rollout.group_ids.tolist(), rewards, rollout.lengths.tolist()))
+        _tell(allocator, [rank[:2] for rank in ranks])
+        if world.size > 1:
+            sampled = [batch.indices[group] for rank in ranks for group in rank[0]]
+            module.prompt_lengths.observe(sampled, [length for rank in ranks for length in rank[2]])
         drawn = [before + count for before, count in zip(drawn, wanted, strict=True)]
     return _assemble(module, batch, rounds)
 
@@ -79,27 +84,34 @@ def takes_from_queue(module: GRPOModule) -> bool:
     return module.rollout_config.layout == "queue" and module.world.size > 1 and hasattr(module.engine, "claim")
 
 
-def _generate(module: GRPOModule, batch: PromptBatch, wanted: Sequence[Sequence[int]]) -> tuple[Rollout, list[int]]:
+def _generate(module: GRPOModule, batch: PromptBatch, wanted: Sequence[range]) -> tuple[Rollout, list[int]]:
     """Rows of the wanted completion numbers of each prompt, and the number of each; from a queue, this rank's part."""
-    engine, numbers = module.engine, [index for indices in wanted for index in indices]
-    indices = [batch.indices[prompt] for prompt, of_prompt in enumerate(wanted) for _ in of_prompt]
-    keys = row_keys(module.seed, module.rollout_step, indices, numbers)
-    shared = takes_from_queue(module)
-    share = -(-len(keys) // module.world.size) if shared else len(keys)
+    engine, shared = module.engine, takes_from_queue(module)
+    parts, share = list(enumerate(wanted)), sum(map(len, wanted))
+    if shared:
+        size, expected = module.world.size, module.prompt_lengths.expected(batch.indices)
+        share = -(-share // size)
+        # as configured: what replays leave of the engine's own batch size differs between ranks, and the order must not
+        parts = longest_first(wanted, expected, size, min(module.rollout_config.batch_size or share, share))
     module.phase.hold(min(engine.batch_size or share, share), 0)
+    numbers = [number for _, of_part in parts for number in of_part]
+    indices = [batch.indices[prompt] for prompt, of_part in parts for _ in of_part]
+    keys = row_keys(module.seed, module.rollout_step, indices, numbers)
 
     def progress(rows_done: int, num_tokens: int) -> None:
         for listener in module.phase.listeners:
             listener.on_rollout_progress(module.trainer, module, rows_done, len(keys), num_tokens)
 
-    counts, sampling = [len(of_prompt) for of_prompt in wanted], module.rollout_config.sampling
+    def generate() -> Rollout:
+        prompts, counts = [batch.prompt_ids[prompt] for prompt, _ in parts], [len(of_part) for _, of_part in parts]
+        return engine.generate(prompts, counts, keys, module.rollout_config.sampling, progress)
+
     if not shared:
-        return engine.generate(batch.prompt_ids, counts, keys, sampling, progress), numbers
-    queue = PromptQueue([prompt for prompt, count in enumerate(counts) if count], module.phase.attempt_number)
-    rollout, own = generate_from_queue(
-        engine, queue, share, lambda: engine.generate(batch.prompt_ids, counts, keys, sampling, progress)
-    )
-    return rollout, [numbers[row] for row in own]
+        return generate(), numbers
+    queue = PromptQueue(range(len(parts)), module.phase.attempt_number)
+    rollout, own = generate_from_queue(engine, queue, share, generate)
+    prompt_of = torch.tensor([prompt for prompt, _ in parts], device=rollout.group_ids.device)
+    return replace(rollout, group_ids=prompt_of[rollout.group_ids]), [numbers[row] for row in own]
 
 
 def _first_of_rank(

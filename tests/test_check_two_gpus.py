@@ -49,3 +49,10 @@ def test_what_was_not_run_is_not_held(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert script.main([str(tmp_path / "logs")]) == 1
     assert [line.split()[:2] for line in capsys.readouterr().out.splitlines()] == [["not", "run"]] * len(script.PARTS)
+
+
+def test_a_suite_that_does_not_start_is_not_held(script: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "killed.xml").write_text("of an earlier run")
+    setting = script.Setting(tmp_path, None, None)
+    (verdict,) = script._tests(setting, "killed", ["--no-such-option"])
+    assert str(verdict) == f"NOT HELD  pytest: exit code 4, see {tmp_path / 'killed.txt'}"

@@ -18,7 +18,7 @@ from grpo_lit.lora import LoRAConfig
 from grpo_lit.model_source import resolve_model_source
 from grpo_lit.phases import PhaseListener, PhaseRecorder
 from grpo_lit.policy import PolicyConfig, load_policy
-from grpo_lit.prompt_queue import PromptQueue, deal_longest_first, generate_from_queue
+from grpo_lit.prompt_queue import PromptLengths, PromptQueue, deal_longest_first, generate_from_queue, longest_first
 from grpo_lit.prompts import load_tokenizer
 from grpo_lit.rollout import HFEngine, Rollout, RolloutEngine, SamplingConfig, row_keys
 from grpo_lit.rollout.graph import GraphEngine
@@ -42,6 +42,47 @@ def test_every_prompt_is_given_out_once_and_a_new_queue_starts_again(store: dist
 def test_two_holders_of_a_number_share_the_prompts(store: dist.Store) -> None:
     mine, theirs = (PromptQueue([0, 1, 2, 3], 5, store) for _ in range(2))
     assert [mine(), theirs(), theirs(), mine(), theirs()] == [0, 1, 2, 3, None]
+
+
+def test_the_longest_come_first_and_the_rest_in_their_order() -> None:
+    expected = [30.0, 50.0, 30.0, 90.0, 30.0, 10.0, 50.0, 30.0]
+    parts = longest_first([range(4)] * 8, expected, num_ranks=2, in_flight=1)
+    assert parts == [(prompt, range(4)) for prompt in (3, 1, 6, 0, 2, 4, 7, 5)], "whole, with four groups a rank"
+
+
+@pytest.mark.parametrize("in_flight", [1, 5, 100])
+@pytest.mark.parametrize("num_ranks", [2, 3, 8])
+def test_every_row_is_given_out_once_in_parts_of_a_quarter_share_at_most(num_ranks: int, in_flight: int) -> None:
+    wanted = [range(2, 18), range(0), range(5), range(3, 4), range(16), range(2)]
+    parts = longest_first(wanted, [3.0, 9.0, 2.0, 8.0, 1.0, 7.0], num_ranks, in_flight)
+    rows = [(prompt, number) for prompt, numbers in parts for number in numbers]
+    assert sorted(rows) == [(prompt, number) for prompt, numbers in enumerate(wanted) for number in numbers]
+    share = sum(map(len, wanted)) / num_ranks
+    assert max(len(numbers) for _, numbers in parts) == -(-share // 4)
+    assert all(len(numbers) >= min(len(wanted[prompt]), (share / 4) // 2) for prompt, numbers in parts), "no crumbs"
+
+
+def test_what_fills_the_slots_is_dealt_so_that_no_rank_takes_all_that_is_long() -> None:
+    expected = [float(length) for length in range(12, 0, -1)]
+    order = [prompt for prompt, _ in longest_first([range(2)] * 12, expected, num_ranks=3, in_flight=4)]
+    assert order == [0, 3, 1, 4, 2, 5, 6, 7, 8, 9, 10, 11]
+    everything = [prompt for prompt, _ in longest_first([range(2)] * 12, expected, num_ranks=3, in_flight=8)]
+    loads = [sum(expected[prompt] for prompt in everything[start : start + 4]) for start in (0, 4, 8)]
+    assert max(loads) - min(loads) <= 8
+
+
+def test_lengths_of_prompts() -> None:
+    lengths = PromptLengths(most=3)
+    assert lengths.expected([4, 5]) == [0.0, 0.0]
+    lengths.observe([4, 9, 4, 4], [10, 5, 15, 12])
+    assert lengths.expected([9, 1, 4]) == [5.0, 10.0, 15.0], "one never seen is as long as the mean of the others"
+    lengths.observe([4], [35])
+    assert lengths.expected([4]) == [25.0], "the latest round counts as much as all before"
+    lengths.observe([1, 2], [1, 2])
+    assert lengths.state_dict() == {4: 25.0, 1: 1.0, 2: 2.0}, "9 was answered longest ago"
+    again = PromptLengths()
+    again.load_state_dict(lengths.state_dict())
+    assert again.expected([2, 4]) == [2.0, 25.0]
 
 
 class Replays(PhaseListener):

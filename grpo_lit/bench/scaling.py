@@ -5,7 +5,8 @@ second of the whole step. Beside it stand the seconds a step spends in the all-r
 time that a rank waits after its rollout for the slowest one.
 
 With ``--ragged MEAN`` completions end at random, and one run on the largest number of devices takes the layouts of
-`grpo_lit.rollout.RolloutConfig` in turn: how long ranks wait with fixed shares and with one queue of prompts.
+`grpo_lit.rollout.RolloutConfig` in turn: how long ranks wait with fixed shares and with one queue of prompts, which
+knows nothing of them (``queue``) or has seen each before and begins with the longest (``longest``).
 """
 
 from __future__ import annotations
@@ -84,22 +85,27 @@ def main(argv: Sequence[str]) -> int:
 
 def _ragged(options: argparse.Namespace, accelerator: str, folder: Path, scratch: Path, devices: int) -> int:
     """The waiting of each layout, in one run whose steps take the layouts in turn."""
-    layouts = list(options.layouts)
+    layouts, prompts = list(options.layouts), options.prompts * devices
     extra = [
         "--trainer.callbacks+=grpo_lit.bench.ragged.RaggedLengths",
         f"--trainer.callbacks.mean_length={options.ragged}",
         f"--trainer.callbacks.layouts={json.dumps(layouts)}",
+        f"--trainer.callbacks.by_prompt={json.dumps(options.by_prompt)}",
         f"--model.rollout.batch_size={options.rows_in_flight or 'null'}",
     ]
     steps = (options.steps + 1) * len(layouts)
-    root = _run(options, accelerator, folder, scratch, devices, options.prompts * devices, steps, extra)
-    found = ragged.read_waits(root / "metrics.jsonl", layouts, warm_up=1)
-    in_flight = options.rows_in_flight or "all"
-    print(f"{devices} device(s), lengths geometric with mean {options.ragged}, {in_flight} rows of a rank in flight")
-    rows = options.rows_in_flight or options.prompts * options.group_size
+    # an epoch is a step of each layout: after the first, which does not count, every prompt has been seen
+    root = _run(options, accelerator, folder, scratch, devices, prompts, steps, extra, epoch=len(layouts))
+    found = ragged.read_waits(root / "metrics.jsonl", layouts, options.by_prompt, warm_up=1)
+    how = "the same for all of a prompt" if options.by_prompt else "each its own"
+    print(
+        f"{devices} device(s), lengths geometric with mean {options.ragged}, {how}, "
+        f"{options.rows_in_flight or 'all'} rows of a rank in flight"
+    )
+    in_flight = options.rows_in_flight or options.prompts * options.group_size
     for one in found:
-        settings = (options.prompts * devices, options.group_size, rows, options.ragged, options.tokens)
-        expected = ragged.expected_wait(one.layout, devices, *settings)
+        settings = (prompts, options.group_size, in_flight, options.ragged, options.tokens, options.by_prompt)
+        expected, _ = ragged.expected_wait(one.layout, devices, *settings)
         print(
             f"{one.layout:<7} {one.tokens:>8.0f} tokens, {one.step_s:>7.3f} s a step, {one.tokens_per_s:.0f} tokens/s, "
             f"rollout {one.rollout_s:.3f} s; longest wait after it {one.rollout_wait_s:.3f} s, after the passes "
@@ -112,7 +118,7 @@ def _ragged(options: argparse.Namespace, accelerator: str, folder: Path, scratch
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = BenchParser(prog="grpo-lit bench scaling", description=(__doc__ or "").split("\n\n")[0])
-    option, layouts = parser.option, ("groups", "split", "queue")
+    option, layouts = parser.option, ragged.LAYOUTS
     option("--devices", type=int, nargs="+", default=[1, 2], least=1)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="1.5b")
     option("--prompts", type=int, default=4, least=1, help="prompts of a step on one device")
@@ -123,13 +129,14 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     option("--steps", type=int, default=10, least=1, help="steps timed (of each layout), after one that is not")
     option("--ragged", type=int, least=1, help="mean length of completions that end at random, cut at --tokens")
     option("--layouts", nargs="+", default=list(layouts), among=layouts, needs="--ragged")
+    option("--by_prompt", action="store_true", needs="--ragged", help="all completions of a prompt end alike")
     option("--rows_in_flight", type=int, least=1, needs="--ragged", help="of a rank; all by default")
     parser.add_argument(
         "--cpu", action="store_true", help="processes on the CPU, in fp32: the same path, not its speed"
     )
     parser.add_argument("--csv", type=csv_argument, help="also write the table to this file")
     options = parser.parse_args(list(argv))
-    check_lengths(options.shape, 8, options.tokens, "--tokens")  # prompts are sums of digits
+    check_lengths(options.shape, 8, options.tokens, "--tokens")  # prompts are numbers
     if options.ragged is not None and max(options.devices) < 2:
         raise UserError("--devices", max(options.devices), "2 or more with --ragged: one rank waits for nobody")
     return options
@@ -144,8 +151,9 @@ def _run(
     prompts: int,
     steps: int,
     extra: Sequence[str] = (),
+    epoch: int = 1,
 ) -> Path:
-    """One `grpo-lit fit`; returns its folder."""
+    """One `grpo-lit fit` with epochs of so many steps; returns its folder."""
     root = scratch / f"{devices}x{prompts}"
     on_gpu = accelerator == "gpu"
     arguments = [
@@ -161,6 +169,7 @@ def _run(
         f"--model.micro_batch_size={options.micro_batch_size}",
         "--data=MathDataModule",
         "--data.dataset=arithmetic",
+        f"--data.dataset_options={{terms: 1, high: {prompts * epoch - 1}}}",  # every step has as many prompts
         "--data.prompt_template={question}=",
         "--data.chat_template=false",
         f"--data.prompts_per_step={prompts}",

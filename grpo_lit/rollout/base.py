@@ -86,8 +86,8 @@ class RolloutConfig:
     prompts of the epoch; 0 is off."""
     layout: Literal["groups", "split", "queue"] = "groups"
     """With several ranks. groups: whole groups per rank. split: every group over all ranks. queue: ranks take prompts
-    from one queue as their rows end, which needs batch_size, and then the rows are dealt out longest first, so that
-    every rank trains on as many tokens; which rank sampled a row does not show in the result."""
+    from one queue as their rows end, which needs batch_size, those first that had the longest answers so far; then the
+    rows are dealt out so that every rank trains on as many tokens. What rank sampled a row, and when, does not show."""
 
     def __post_init__(self) -> None:
         if self.group_size < 2:
@@ -174,10 +174,10 @@ class Rollout:
         )
 
     def select(self, rows: Tensor) -> Rollout:
-        """The given rows (M,) long, with padding columns that none of them needs cut off."""
+        """The given rows (M,) long, maybe none, with padding columns that none of them needs cut off."""
         prompt_mask, completion_mask = self.prompt_mask[rows], self.completion_mask[rows]
-        prompt_start = self.prompt_ids.shape[1] - max(int(prompt_mask.sum(dim=1).max()), 1)
-        completion_end = max(int(completion_mask.sum(dim=1).max()), 1)
+        prompt_start = self.prompt_ids.shape[1] - max([1, *prompt_mask.sum(dim=1).tolist()])
+        completion_end = max([1, *completion_mask.sum(dim=1).tolist()])
         return Rollout(
             self.prompt_ids[rows][:, prompt_start:],
             prompt_mask[:, prompt_start:],
