@@ -1,4 +1,4 @@
-"""Raw rows from a file or from the hub: JSON lines, a JSON array, CSV, parquet."""
+"""Raw rows from a file, a folder or the hub: JSON lines, a JSON array, CSV, parquet, what `datasets` saved."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import logging
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -16,14 +17,18 @@ from grpo_lit.hub import offline_if_unreachable
 Row = dict[str, Any]
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 _ACCEPTED = "an existing .jsonl, .json, .csv or .parquet file, or a folder with such a file for each split"
+_SHARD = re.compile(r"(?P<split>.+)-[0-9]{5}-of-[0-9]{5}\.parquet")
 
 
 def read_file(path: str, split: str, *, argument: str = "data.path") -> list[Row]:
-    """Every row of a file; of a folder, the rows of its file named after the split.
+    """Every row of a file; of a folder, the rows of its split.
+
+    A folder has a file named after each split, or the shards of a copy from the hub (``train-00000-of-00002.parquet``,
+    there or in ``data/``), or is what ``save_to_disk`` of Hugging Face's `datasets` wrote.
 
     Args:
         path: the file or folder.
-        split: name of the file within a folder; a file is one split, whatever its name.
+        split: of a folder; a file is one split, whatever its name.
         argument: how the user calls the path; for errors.
 
     Raises:
@@ -33,14 +38,15 @@ def read_file(path: str, split: str, *, argument: str = "data.path") -> list[Row
     if file.is_dir():
         found = [file / f"{split}{suffix}" for suffix in SUFFIXES if (file / f"{split}{suffix}").is_file()]
         if not found:
-            raise UserError(argument, path, f"a folder with {split}.jsonl, .json, .csv or .parquet")
+            return _read_folder(file, split, argument)
         file = found[0]
-    if not file.is_file() or file.suffix not in SUFFIXES:
+    suffix = file.suffix.lower()
+    if not file.is_file() or suffix not in SUFFIXES:
         raise UserError(argument, path, _ACCEPTED)
-    if file.suffix == ".parquet":
+    if suffix == ".parquet":
         return _read_parquet(file, argument)
     text = read_text(file, argument)
-    if file.suffix == ".csv":
+    if suffix == ".csv":
         return _read_csv(text, str(file), argument)
     if text.lstrip().startswith("["):
         return _read_array(text, f"{file}, line 1", argument)
@@ -49,6 +55,31 @@ def read_file(path: str, split: str, *, argument: str = "data.path") -> list[Row
         for number, line in enumerate(text.split("\n"), start=1)
         if line.strip()
     ]
+
+
+def _read_folder(folder: Path, split: str, argument: str) -> list[Row]:
+    """The rows of a split whose folder has shards, or was saved by `datasets`."""
+    files = [*folder.glob("*.parquet"), *(folder / "data").glob("*.parquet")]
+    shards = sorted(file for file in files if (m := _SHARD.fullmatch(file.name)) and m["split"] == split)
+    if shards:
+        count = int(shards[0].stem.rpartition("-")[2])
+        if len(shards) != count:
+            raise UserError(argument, str(folder), f"all {count} shards of {split}, of which {len(shards)} are there")
+        return [row for shard in shards for row in _read_parquet(shard, argument)]
+    saved = folder / split if (folder / "dataset_dict.json").is_file() else folder
+    if not (saved / "state.json").is_file():
+        accepted = (
+            f"a folder with {split}.jsonl, .json, .csv or .parquet, its shards, or what datasets.save_to_disk wrote"
+        )
+        raise UserError(argument, str(folder), accepted)
+    import datasets
+    import pyarrow
+
+    try:
+        rows: list[Row] = datasets.load_from_disk(str(saved)).to_list()
+    except (OSError, ValueError, KeyError, pyarrow.ArrowException) as error:
+        raise UserError(argument, str(saved), "a complete folder of datasets.save_to_disk") from error
+    return rows
 
 
 def read_text(file: Path, argument: str) -> str:

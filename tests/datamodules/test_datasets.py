@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -133,6 +134,37 @@ def test_a_folder_has_a_file_for_each_split(tmp_path: Path) -> None:
     assert [row["question"] for row in val] == ["2?", "3?"]
     with pytest.raises(UserError, match=r"dev\.jsonl"):
         load_rows("custom", path=str(tmp_path), split="dev")
+
+
+def test_a_folder_that_datasets_saved(tmp_path: Path) -> None:
+    data = datasets.Dataset.from_list(ROWS)
+    data.save_to_disk(str(tmp_path / "one"))
+    datasets.DatasetDict({"train": data, "test": data.select([1])}).save_to_disk(str(tmp_path / "both"))
+    own: dict[str, Any] = {"columns": {"question": "text", "answer": "meta.gold"}}
+    assert [row["answer"] for row in load_rows("custom", path=str(tmp_path / "one"), **own)] == ["2", "3.5"]
+    for split, answers in (("train", ["2", "3.5"]), ("test", ["3.5"])):
+        rows = load_rows("custom", path=str(tmp_path / "both"), split=split, **own)
+        assert [row["answer"] for row in rows] == answers
+    with pytest.raises(UserError, match="save_to_disk"):
+        load_rows("custom", path=str(tmp_path / "both"), split="validation", **own)
+    next((tmp_path / "one").glob("*.arrow")).write_bytes(b"cut off")
+    with pytest.raises(UserError, match="a complete folder"):
+        load_rows("custom", path=str(tmp_path / "one"), **own)
+
+
+@pytest.mark.parametrize("place", [".", "data"])
+def test_a_folder_with_the_shards_of_a_copy_from_the_hub(place: str, tmp_path: Path) -> None:
+    (tmp_path / place).mkdir(exist_ok=True)
+    for number, rows in enumerate((ROWS[:1], ROWS[1:])):
+        pyarrow.parquet.write_table(
+            pyarrow.Table.from_pylist(rows), tmp_path / place / f"train-{number:05d}-of-00002.parquet"
+        )
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / place / "train-eval-00000-of-00001.parquet")
+    own: dict[str, Any] = {"path": str(tmp_path), "columns": {"question": "text", "answer": "meta.gold"}}
+    assert [row["answer"] for row in load_rows("custom", **own)] == ["2", "3.5"]
+    (tmp_path / place / "train-00001-of-00002.parquet").unlink()
+    with pytest.raises(UserError, match="all 2 shards"):
+        load_rows("custom", **own)
 
 
 @pytest.mark.parametrize(
