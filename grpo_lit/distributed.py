@@ -67,11 +67,9 @@ class FlatGradients(NamedTuple):
     flat: Tensor
     """(sum of sizes,) in at least float32."""
 
-    def all_reduce(self, *, average: bool = False) -> None:
-        """Sum (or average) over the ranks and put the result back into the gradients, without new memory."""
+    def all_reduce(self) -> None:
+        """Sum over the ranks and put the result back into the gradients, without new memory."""
         dist.all_reduce(self.flat)
-        if average:
-            self.flat.div_(world_size())
         for param, piece in zip(self.params, self.flat.split([p.numel() for p in self.params]), strict=True):
             assert param.grad is not None
             param.grad.copy_(piece.view_as(param))
@@ -101,17 +99,15 @@ def flatten_gradients(params: Iterable[nn.Parameter]) -> list[FlatGradients]:
     return groups
 
 
-def flat_all_reduce(params: Iterable[nn.Parameter], *, average: bool = False) -> None:
+def flat_all_reduce(params: Iterable[nn.Parameter]) -> None:
     """Sums the gradients of all parameters over the ranks, in place, in one all-reduce per dtype.
 
     Args:
         params: as in `flatten_gradients`.
-        average: divide by the number of ranks, for losses that are means per rank.
     """
-    if world_size() == 1:
-        return
-    for group in flatten_gradients(params):
-        group.all_reduce(average=average)
+    if world_size() > 1:
+        for group in flatten_gradients(params):
+            group.all_reduce()
 
 
 def parameter_hash(params: Iterable[Tensor]) -> str:

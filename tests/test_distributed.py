@@ -58,13 +58,6 @@ def test_gradients_are_summed_in_place(ranks: list[dict[str, Any]]) -> None:
         assert torch.equal(fourth, torch.zeros(5))  # missing everywhere
 
 
-def test_average(ranks: list[dict[str, Any]]) -> None:
-    for found in ranks:
-        assert torch.equal(found["averaged"][0], 1.5 * torch.arange(6.0).view(2, 3))
-        assert found["averaged"][1].dtype == torch.bfloat16
-        assert torch.equal(found["averaged"][2], torch.tensor([3.5]))
-
-
 def test_totals_and_world_size(ranks: list[dict[str, Any]]) -> None:
     for found in ranks:
         assert found["totals"] == [3.0, 30.0, 1.0]
@@ -94,7 +87,7 @@ def test_one_differing_bit_stops_every_rank_with_one_line(ranks: list[dict[str, 
 def test_one_process_needs_no_group() -> None:
     param = torch.nn.Parameter(torch.zeros(2))
     param.grad = torch.tensor([1.0, 2.0])
-    flat_all_reduce([param], average=True)
+    flat_all_reduce([param])
     assert param.grad.tolist() == [1.0, 2.0]
     assert world_size() == 1
     assert sum_over_ranks(2, torch.tensor(3)) == [2.0, 3.0]
