@@ -2,35 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from grpo_lit.errors import UserError
 from grpo_lit.loss import objectives
+from grpo_lit.loss.batch import LossBatch, as_rows, check_needs, check_shapes, loss_batch
 from grpo_lit.loss.config import LossConfig
-from grpo_lit.loss.corrections import off_policy_keep, rollout_weights
+from grpo_lit.loss.corrections import off_policy_keep
 from grpo_lit.loss.divergences import MAX_LOG_RATIO, k3_kl
 from grpo_lit.loss.metrics import LossOutput
 from grpo_lit.loss.report import loss_totals
 from grpo_lit.loss.tokens import TokenSelection, select_tokens
 
 _DEFAULT = LossConfig()
-
-
-@dataclass(frozen=True)
-class _Batch:
-    """The inputs with everything that doesn't count replaced by 0. All (N, T) but the advantages."""
-
-    logp: Tensor  # with graph
-    old: Tensor
-    log_ratio: Tensor  # with graph, at the configured level
-    advantages: Tensor  # (N, T), 0 where nothing counts
-    mask: Tensor  # tokens that count
-    live: Tensor  # those that also have a weight
-    behaviour: Tensor  # log-probs of whoever sampled: the rollout engine if known, otherwise `old`
-    correction: Tensor | None
 
 
 def grpo_loss(
@@ -77,88 +61,32 @@ def grpo_loss(
         UserError: for shapes that don't match, or a tensor that the config needs and that is missing.
     """
     optional = {"ref_logprobs": ref_logprobs, "entropy": entropy, "rollout_logprobs": rollout_logprobs}
-    _check_shapes(logprobs, advantages, (old_logprobs, weights, completion_mask), optional)
-    _check_needs(optional, config)
-    batch = _prepare(logprobs, old_logprobs, advantages, weights, completion_mask, rollout_logprobs, config)
+    check_shapes(logprobs, advantages, (old_logprobs, weights, completion_mask), optional)
+    check_needs(optional, config)
+    batch = loss_batch(logprobs, old_logprobs, advantages, weights, completion_mask, rollout_logprobs, config)
     policy = _policy_term(batch, config)
     if config.token_rule != "none":
         if selection is None:
-            selection = select_tokens(batch.logp, _as_rows(advantages), batch.mask, entropy=entropy, config=config)
+            selection = select_tokens(batch.logprobs, as_rows(advantages), batch.mask, entropy=entropy, config=config)
         policy = _apply_selection(policy, selection, batch)
     kl = _reference_kl(batch, ref_logprobs, config)
     parts = _weighted_sums(batch, policy, kl, weights, entropy, config)
     loss = torch.stack(list(parts.values())).sum()
-    totals = loss_totals(
-        {"loss": loss, **parts},
-        batch.logp,
-        batch.old,
-        batch.log_ratio,
-        batch.advantages,
-        batch.mask,
-        means={"ref_kl": kl, "entropy": entropy, "rollout_correction": batch.correction},
-        behaviour=None if rollout_logprobs is None else batch.behaviour,
-        config=config,
-    )
+    means = {"ref_kl": kl, "entropy": entropy, "rollout_correction": batch.correction}
+    totals = loss_totals(batch, {"loss": loss, **parts}, means, config)
     return LossOutput(loss=loss, totals=totals)
 
 
-def _as_rows(advantages: Tensor) -> Tensor:
-    """(N, 1) or (N, T)."""
-    return advantages if advantages.dim() == 2 else advantages[:, None]
-
-
-def _prepare(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    weights: Tensor,
-    completion_mask: Tensor,
-    rollout_logprobs: Tensor | None,
-    config: LossConfig,
-) -> _Batch:
-    dtype = torch.promote_types(logprobs.dtype, torch.float32)
-    mask = completion_mask.bool()
-    live = mask & (weights != 0)
-    # Selected before any arithmetic: that keeps the gradient of a masked NaN at 0, a product would not.
-    logp = torch.where(mask, logprobs.to(dtype), 0)
-    old = torch.where(mask, old_logprobs.detach().to(dtype), 0)
-    correction = None
-    behaviour = old
-    if rollout_logprobs is not None:
-        # an engine that could not score a token reports NaN: no evidence of a mismatch
-        known = mask & ~torch.isnan(rollout_logprobs)
-        behaviour = torch.where(known, rollout_logprobs.detach().to(dtype), old)
-        if config.rollout_correction != "none":
-            mode, cap = config.rollout_correction, config.rollout_correction_cap
-            correction = rollout_weights(old, behaviour, mask, mode, cap)
-    row_advantages = _as_rows(advantages).detach().to(dtype)
-    if config.objective == "gmpo":
-        low, high = config.epsilon_low, config.epsilon_high
-        log_ratio = objectives.gmpo_log_ratio(logp - old, row_advantages, mask, epsilon_low=low, epsilon_high=high)
-    else:
-        log_ratio = objectives.leveled_log_ratio(logp, old, mask, config.ratio)
-    return _Batch(
-        logp=logp,
-        old=old,
-        log_ratio=log_ratio,
-        advantages=torch.where(live, row_advantages, 0),
-        mask=mask,
-        live=live,
-        behaviour=behaviour,
-        correction=correction,
-    )
-
-
-def _policy_term(batch: _Batch, config: LossConfig) -> Tensor:
+def _policy_term(batch: LossBatch, config: LossConfig) -> Tensor:
     """(N, T) policy loss per token, corrected for the rollout engine and for old rows."""
     advantages = batch.advantages
     if config.off_policy_threshold is not None:
-        keep = off_policy_keep(batch.logp, batch.behaviour, advantages, batch.mask, config.off_policy_threshold)
+        keep = off_policy_keep(batch.logprobs, batch.behaviour, advantages, batch.mask, config.off_policy_threshold)
         advantages = torch.where(keep, advantages, 0)
     if batch.correction is not None and config.objective != "vespo":
         # As a factor of the advantage: being positive it changes no sign, and 0 drops the token.
         advantages = advantages * batch.correction
-    log_ratio, logp, low, high = batch.log_ratio, batch.logp, config.epsilon_low, config.epsilon_high
+    log_ratio, logp, low, high = batch.log_ratio, batch.logprobs, config.epsilon_low, config.epsilon_high
     if config.objective == "clip":
         return objectives.clip_objective(log_ratio, advantages, epsilon_low=low, epsilon_high=high, delta=config.delta)
     if config.objective in ("unclipped", "gmpo"):  # gmpo's log-ratio is clipped already
@@ -187,63 +115,34 @@ def _policy_term(batch: _Batch, config: LossConfig) -> Tensor:
     return objectives.vespo_objective(phi, logp, advantages)
 
 
-def _apply_selection(policy: Tensor, selection: TokenSelection, batch: _Batch) -> Tensor:
+def _apply_selection(policy: Tensor, selection: TokenSelection, batch: LossBatch) -> Tensor:
     policy = torch.where(selection.policy_mask, policy, policy.detach())
     coef = selection.old_kl_coef.to(policy.dtype)
-    moved = torch.where(batch.live & (coef != 0), batch.logp - batch.old, 0)
+    moved = torch.where(batch.live & (coef != 0), batch.logprobs - batch.old, 0)
     return policy + coef * moved.abs()
 
 
-def _reference_kl(batch: _Batch, ref_logprobs: Tensor | None, config: LossConfig) -> Tensor | None:
+def _reference_kl(batch: LossBatch, ref_logprobs: Tensor | None, config: LossConfig) -> Tensor | None:
     if config.beta == 0 or ref_logprobs is None:
         return None
-    ref = torch.where(batch.live, ref_logprobs.detach().to(batch.logp.dtype), 0)
-    kl = k3_kl(torch.where(batch.live, batch.logp, 0), ref)
+    ref = torch.where(batch.live, ref_logprobs.detach().to(batch.logprobs.dtype), 0)
+    kl = k3_kl(torch.where(batch.live, batch.logprobs, 0), ref)
     if config.kl_weighted:
         # the ratio itself, not what an objective made of it
-        log_ratio = objectives.leveled_log_ratio(batch.logp, batch.old, batch.mask, config.ratio)
+        log_ratio = objectives.leveled_log_ratio(batch.logprobs, batch.old, batch.mask, config.ratio)
         kl = kl * torch.where(batch.live, log_ratio, 0).clamp(max=MAX_LOG_RATIO).exp()
     return kl
 
 
 def _weighted_sums(
-    batch: _Batch, policy: Tensor, kl: Tensor | None, weights: Tensor, entropy: Tensor | None, config: LossConfig
+    batch: LossBatch, policy: Tensor, kl: Tensor | None, weights: Tensor, entropy: Tensor | None, config: LossConfig
 ) -> dict[str, Tensor]:
     """The parts of the loss, by the names of their metrics."""
-    weight = torch.where(batch.live, weights.to(batch.logp.dtype), 0)
+    weight = torch.where(batch.live, weights.to(batch.logprobs.dtype), 0)
     parts = {"policy_loss": (weight * policy).sum()}
     if kl is not None:
         parts["kl_loss"] = config.beta * (weight * kl).sum()
     if entropy is not None and config.entropy_coef != 0:
-        nats = torch.where(batch.live, entropy.to(batch.logp.dtype), 0)
+        nats = torch.where(batch.live, entropy.to(batch.logprobs.dtype), 0)
         parts["entropy_loss"] = -config.entropy_coef * (weight * nats).sum()
     return parts
-
-
-def _check_shapes(
-    logprobs: Tensor, advantages: Tensor, tensors: tuple[Tensor, ...], optional: dict[str, Tensor | None]
-) -> None:
-    shape = logprobs.shape
-    if logprobs.dim() != 2:
-        raise UserError("logprobs", tuple(shape), "shape (N, T)")
-    named = dict(zip(("old_logprobs", "weights", "completion_mask"), tensors, strict=True))
-    for name, tensor in {**named, **optional}.items():
-        if tensor is not None and tensor.shape != shape:
-            raise UserError(name, tuple(tensor.shape), f"shape (N, T) = {tuple(shape)} like logprobs")
-    if advantages.shape not in (shape, shape[:1]):
-        accepted = f"shape (N,) or (N, T) of logprobs {tuple(shape)}"
-        raise UserError("advantages", tuple(advantages.shape), accepted)
-
-
-def _check_needs(optional: dict[str, Tensor | None], config: LossConfig) -> None:
-    needed = {
-        "ref_logprobs": (config.beta > 0, f"a tensor, since model.loss.beta={config.beta}"),
-        "entropy": (config.needs_entropy, "a tensor, since model.loss.entropy_coef or token_rule needs it"),
-        "rollout_logprobs": (
-            config.rollout_correction != "none",
-            f"a tensor, since model.loss.rollout_correction={config.rollout_correction!r}",
-        ),
-    }
-    for name, (is_needed, accepted) in needed.items():
-        if is_needed and optional[name] is None:
-            raise UserError(name, None, accepted)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from grpo_lit.loss.batch import LossBatch
 from grpo_lit.loss.config import LossConfig
 from grpo_lit.loss.divergences import MAX_LOG_RATIO, k1_kl, k3_kl
 from grpo_lit.loss.objectives import clip_masks
@@ -12,16 +13,7 @@ from grpo_lit.loss.objectives import clip_masks
 
 @torch.no_grad()
 def loss_totals(
-    parts: dict[str, Tensor],
-    logp: Tensor,
-    old: Tensor,
-    log_ratio: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    *,
-    means: dict[str, Tensor | None],
-    behaviour: Tensor | None,
-    config: LossConfig,
+    batch: LossBatch, parts: dict[str, Tensor], means: dict[str, Tensor | None], config: LossConfig
 ) -> dict[str, Tensor]:
     """Pairs (sum, count), float64, for every metric of a call.
 
@@ -30,21 +22,18 @@ def loss_totals(
     infinity that hides the other values; `nonfinite_count` says how many counted log-probs were not finite.
 
     Args:
+        batch: inputs of the call.
         parts: scalars that are sums already: the loss and its parts.
-        logp: (N, T), 0 where the mask is False; so are `old` and `behaviour`.
-        old: (N, T).
-        log_ratio: (N, T) at the configured level.
-        advantages: (N, T), 0 where nothing counts.
-        mask: (N, T) bool.
         means: further (N, T) tensors to average over counted tokens.
-        behaviour: (N, T) log-probs of the rollout engine, or None.
         config: for the clip bounds.
     """
+    logp, old, mask, advantages = batch.logprobs, batch.old, batch.mask, batch.advantages
+    log_ratio = batch.log_ratio.detach()
     lengths = mask.sum(dim=1, keepdim=True)
     share = mask.double() if config.ratio == "token" else mask.double() / lengths.clamp(min=1)
-    ratio = log_ratio.detach().clamp(max=MAX_LOG_RATIO).exp()
+    ratio = log_ratio.clamp(max=MAX_LOG_RATIO).exp()
     totals = {name: _single(part) for name, part in parts.items()}
-    low, high, dual = _clipped(log_ratio.detach(), logp - old, advantages, config)
+    low, high, dual = _clipped(log_ratio, logp - old, advantages, config)
     clipped = {"": low | high | dual, "_low": low, "_high": high, "_dual": dual}
     totals |= {f"clip_fraction{suffix}": _mean(which, share) for suffix, which in clipped.items()}
     totals["ratio_mean"] = _mean(ratio, share)
@@ -54,8 +43,8 @@ def loss_totals(
     totals["approx_kl_k1"] = _mean(k1_kl(logp, old), tokens)
     totals["advantage_abs"] = _mean(advantages.abs(), tokens)
     totals |= {name: _mean(value, tokens) for name, value in means.items() if value is not None}
-    if behaviour is not None:
-        distance = (old - behaviour).abs()
+    if batch.rollout is not None:
+        distance = (old - batch.rollout).abs()
         totals["logprob_mismatch"] = _mean(distance, tokens)
         totals["logprob_mismatch_max"] = _max(distance, mask)
     totals["token_count"] = _single(tokens.sum())

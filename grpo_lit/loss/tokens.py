@@ -43,10 +43,10 @@ def token_covariance(advantages: Tensor, logprobs: Tensor, mask: Tensor) -> Tens
 
     Args:
         advantages: (N,), (N, 1) or (N, T).
-        logprobs: (N, T).
+        logprobs: (N, T); likewise one row of tokens, (T,) with (T,) advantages.
         mask: (N, T) bool.
     """
-    rows = advantages[:, None] if advantages.dim() == 1 else advantages
+    rows = advantages if advantages.dim() == mask.dim() else advantages[:, None]
     advantage = torch.where(mask, rows.detach().double(), 0)
     logp = torch.where(mask, logprobs.detach().double(), 0)
     count = mask.sum().clamp(min=1)
@@ -98,13 +98,19 @@ def select_tokens(
         columns = [rows.expand_as(mask), logprobs, logprobs if entropy is None else entropy]
         tokens = torch.stack([column.detach()[mask].double() for column in columns], dim=1)  # (tokens that count, 3)
         tokens, own = (tokens, slice(None)) if gather is None else gather(tokens)
-        silenced, penalty = _picks(*tokens.T.unsqueeze(1), config)
-        policy_mask[mask], coef[mask] = ~silenced[0, own], penalty[0, own]
+        silenced, penalty = _picks(tokens, config)
+        policy_mask[mask], coef[mask] = ~silenced[own], penalty[own]
     return TokenSelection(policy_mask, coef)
 
 
-def _picks(advantages: Tensor, logprobs: Tensor, entropy: Tensor, config: LossConfig) -> tuple[Tensor, Tensor]:
-    """Of (1, n) tokens that all count: which give no policy gradient, and the weight of abs(logp - logp_old)."""
+def _picks(tokens: Tensor, config: LossConfig) -> tuple[Tensor, Tensor]:
+    """(n,) bool, which tokens give no policy gradient, and (n,) float32, the weight of abs(logp - logp_old).
+
+    Args:
+        tokens: (n, 3) advantage, log-prob and entropy of every token that counts.
+        config: names the rule.
+    """
+    advantages, logprobs, entropy = tokens.T
     every = torch.ones_like(logprobs, dtype=torch.bool)
     nothing = torch.zeros_like(logprobs, dtype=torch.float32)
     among = every
