@@ -142,13 +142,9 @@ _ARGUMENTS = (
 )
 
 
-@torch.library.custom_op(
-    "grpo_lit::fused_logits_grpo",
-    mutates_args=(),
-    schema=f"(Tensor logits, {_ARGUMENTS}, bool want_grad) -> (Tensor, Tensor, Tensor, Tensor)",
-)
-def _op(
+def _run(
     logits: Tensor,
+    grad: Tensor | None,
     ids: Tensor,
     old: Tensor | None,
     advantages: Tensor,
@@ -161,16 +157,25 @@ def _op(
     impl: str,
     zero_masked: bool,
     want_entropy: bool,
-    want_grad: bool,
-) -> tuple[Tensor, ...]:
-    """The loss, (logprob, entropy) per row, and the logits' gradient; what isn't wanted is empty."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The loss, and (logprob, entropy) per row, empty if not wanted; the logits' gradient goes into ``grad``."""
     inputs = TokenInputs(ids, old, advantages, weights, ref)
     options = RowOptions(temperature, softcap, vocab_size, impl, zero_masked)
     out = RowResults.empty(ids, logits.dtype, loss=True, entropy=want_entropy)
-    grad = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device) if want_grad else None
     logit_rows.loss_rows(logits, inputs, TokenScalars.unpack(scalars), options, out, grad)
-    loss = logit_rows.total(out.loss, impl)
-    return loss, out.logprobs, out.entropy, logits.new_empty(0) if grad is None else grad
+    return logit_rows.total(out.loss, impl), out.logprobs, out.entropy
+
+
+@torch.library.custom_op(
+    "grpo_lit::fused_logits_grpo",
+    mutates_args=(),
+    schema=f"(Tensor logits, {_ARGUMENTS}, bool want_grad) -> (Tensor, Tensor, Tensor, Tensor)",
+)
+def _op(logits: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    """What `_run` gives, and the logits' gradient, empty if not wanted."""
+    *others, want_grad = arguments
+    grad = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device) if want_grad else None
+    return *_run(logits, grad, *others), logits.new_empty(0) if grad is None else grad
 
 
 @torch.library.custom_op(
@@ -178,27 +183,9 @@ def _op(
     mutates_args=("logits",),
     schema=f"(Tensor(a!) logits, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor)",
 )
-def _op_inplace(
-    logits: Tensor,
-    ids: Tensor,
-    old: Tensor | None,
-    advantages: Tensor,
-    weights: Tensor,
-    ref: Tensor | None,
-    scalars: list[float],
-    temperature: float,
-    softcap: float,
-    vocab_size: int,
-    impl: str,
-    zero_masked: bool,
-    want_entropy: bool,
-) -> tuple[Tensor, ...]:
-    """As above, the gradient written over the logits."""
-    inputs = TokenInputs(ids, old, advantages, weights, ref)
-    options = RowOptions(temperature, softcap, vocab_size, impl, zero_masked)
-    out = RowResults.empty(ids, logits.dtype, loss=True, entropy=want_entropy)
-    logit_rows.loss_rows(logits, inputs, TokenScalars.unpack(scalars), options, out, logits)
-    return logit_rows.total(out.loss, impl), out.logprobs, out.entropy
+def _op_inplace(logits: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    """The same with the gradient written over the logits."""
+    return _run(logits, logits, *arguments)
 
 
 def _fake_rows(logits: Tensor, ids: Tensor, want_entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
