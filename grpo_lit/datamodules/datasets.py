@@ -69,7 +69,7 @@ class DatasetSpec:
     """Columns that may hold the question; the first that a row has is taken. ``a.b`` looks into a nested column.
     A list of chat messages is kept in ``messages``, its last user turn becomes the question."""
     answer: tuple[str, ...] = ("answer",)
-    """Columns that may hold the answer, likewise."""
+    """Columns that may hold the answer, likewise; none where the rewards need no answer."""
     hub: str | None = None
     """Hub id, or None for a generated dataset."""
     hub_config: str | None = None
@@ -132,12 +132,13 @@ ALIASES = {
 }
 
 
-def dataset_spec(name: str, columns: Mapping[str, str] | None = None) -> DatasetSpec:
+def dataset_spec(name: str, columns: Mapping[str, str | None] | None = None) -> DatasetSpec:
     """The entry of a name: of `DATASETS`, ``custom``, or a hub id such as ``org/name``.
 
     Args:
         name: upper case and hyphens make no difference for registered names.
-        columns: of ``question`` and ``answer``, the column that holds it; overrides the entry.
+        columns: of ``question`` and ``answer``, the column that holds it; overrides the entry. An answer in None: rows
+            have no gold answer, and none is looked for.
 
     Raises:
         UserError: no such dataset, or another key in ``columns``.
@@ -154,10 +155,10 @@ def dataset_spec(name: str, columns: Mapping[str, str] | None = None) -> Dataset
     named = dict(columns or {})
     if unknown := set(named) - {"question", "answer", "context"}:
         raise UserError("data.columns", named, f"columns for question, answer and context, not {sorted(unknown)[0]}")
-    if "question" in named:
-        spec = replace(spec, question=(named["question"],))
+    if question := named.get("question"):
+        spec = replace(spec, question=(question,))
     if "answer" in named:
-        spec = replace(spec, answer=(named["answer"],))
+        spec = replace(spec, answer=(named["answer"],) if named["answer"] else ())
     return replace(spec, context=named["context"]) if "context" in named else spec
 
 
@@ -167,7 +168,7 @@ def load_rows(
     split: str | None = None,
     path: str | None = None,
     options: Mapping[str, Any] | None = None,
-    columns: Mapping[str, str] | None = None,
+    columns: Mapping[str, str | None] | None = None,
     argument: str = "data.path",
 ) -> list[Row]:
     """Rows of a dataset with ``question``, ``answer`` (gold text) and every other column of the original.
@@ -218,7 +219,7 @@ def read_raw(
 
 
 def normalise_row(row: Row, spec: DatasetSpec, where: str, argument: str = "data.path") -> Row:
-    """A row with ``question`` and ``answer``, and ``messages`` where its prompt is a chat.
+    """A row with ``question``, ``answer`` where one is wanted, and ``messages`` where its prompt is a chat.
 
     Raises:
         UserError: it lacks one of them.
@@ -233,11 +234,12 @@ def normalise_row(row: Row, spec: DatasetSpec, where: str, argument: str = "data
         question = spec.parse_question(question)
     if spec.context is not None and isinstance(row.get(spec.context), str) and row[spec.context].strip():
         question = f"{row[spec.context].strip()}\n\n{question}"
-    _, value = _first(row, spec.answer)
-    answer = spec.parse_answer(value)
-    if answer is None or not answer.strip():
-        raise UserError(argument, where, f"a row with an answer in {_described(spec.answer, row)}")
-    found = {**row, "question": question, "answer": answer}
+    found = {**row, "question": question}
+    if spec.answer:
+        answer = spec.parse_answer(_first(row, spec.answer)[1])
+        if answer is None or not answer.strip():
+            raise UserError(argument, where, f"a row with an answer in {_described(spec.answer, row)}")
+        found["answer"] = answer
     return found if messages is None else {**found, "messages": messages}
 
 

@@ -49,7 +49,7 @@ def data_findings(
     yield True, f"longest training prompt kept: {longest} tokens"
     if data.sent_cache is not None:
         yield True, f"SENT cache {data.sent_cache}: made of these prompts with this model"
-    if judge_gold:
+    if judge_gold and "answer" in train[0]:
         yield True, _gold_line([row["answer"] for row in train], [row["index"] for row in train])
     if len(train) > MOST_ROWS:
         yield True, f"duplicates: not looked for among more than {MOST_ROWS} rows; grpo-lit filter does"

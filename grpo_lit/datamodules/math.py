@@ -36,9 +36,10 @@ class MathDataModule(LightningDataModule):
     Args:
         dataset: name of a dataset in `grpo_lit.datamodules.DATASETS`, ``custom`` with ``path``, or a hub id.
         path: local .jsonl, .json, .csv or .parquet file in the dataset's original schema, instead of the hub; or a
-            folder with such a file for each split.
+            folder with such a file for each split, with shards of a copy from the hub, or saved by `datasets`.
         split: of the hub or the folder; the dataset's first by default.
-        columns: the columns that hold ``question``, ``answer`` and ``context``, where they differ from the entry's.
+        columns: the columns that hold ``question``, ``answer`` and ``context``, where they differ from the entry's; an
+            answer of null where the rewards need none.
         val_dataset: dataset of the validation rows, where it is another.
         val_path: local file with the validation rows; without it or another split they are split off the training
             rows.
@@ -69,7 +70,7 @@ class MathDataModule(LightningDataModule):
         dataset: str = "gsm8k",
         path: str | None = None,
         split: str | None = None,
-        columns: dict[str, str] | None = None,
+        columns: dict[str, str | None] | None = None,
         val_dataset: str | None = None,
         val_path: str | None = None,
         val_split: str | None = None,

@@ -64,7 +64,7 @@ def rows_fingerprint(rows: Sequence[Row]) -> str:
     """Digest of questions and gold answers in their order: 16 hexadecimal digits of SHA-256."""
     digest = hashlib.sha256()
     for row in rows:
-        digest.update(json.dumps([row["question"], row["answer"]], ensure_ascii=False).encode())
+        digest.update(json.dumps([row["question"], row.get("answer")], ensure_ascii=False, default=str).encode())
     return digest.hexdigest()[:16]
 
 

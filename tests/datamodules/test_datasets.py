@@ -125,6 +125,28 @@ def test_any_file_by_naming_its_columns(suffix: str, tmp_path: Path) -> None:
     assert [float(row["answer"]) for row in rows] == [2, 3.5]
 
 
+def test_rows_without_answers_train_where_the_reward_needs_none(
+    long_llama: Path, tmp_path: Path, fit_arguments: Fit, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, root = tmp_path / "prompts.jsonl", tmp_path / "run"
+    path.write_text("".join(json.dumps({"prompt": f"say {n}"}) + "\n" for n in range(6)))
+    (tmp_path / "tests_helper_reward.py").write_text(
+        "def letters(prompts, completions):\n    return [sum(map(ord, text)) / 100 for text in completions]\n"
+    )
+    own = ["--data.dataset=custom", f"--data.path={path}", "--data.val_prompts=2", "--trainer.max_steps=1"]
+    own += ["--data.columns={question: prompt, answer: null}", "--trainer.logger=false"]
+    sys.path.insert(0, str(tmp_path))
+    try:
+        assert main(fit_arguments(long_llama, root, *own, "--model.rewards=[tests_helper_reward.letters]")) == 0
+        assert main(fit_arguments(long_llama, tmp_path / "no", *own, "--model.rewards=[math_accuracy]")) == 2
+    finally:
+        sys.path.remove(str(tmp_path))
+        sys.modules.pop("tests_helper_reward", None)
+    assert "it needs 'answer', there are: prompts, completions, prompt" in capsys.readouterr().err
+    with pytest.raises(UserError, match="a row with an answer"):
+        load_rows("custom", path=str(path), columns={"question": "prompt"})
+
+
 def test_a_folder_has_a_file_for_each_split(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text('{"question": "1?", "answer": 1}\n{"question": "2?", "answer": 2}')
     (tmp_path / "test.csv").write_text("question,answer\n2?,2\n3?,3\n")
