@@ -18,7 +18,7 @@ import torch
 
 from grpo_lit.cli.parser import GRPOCLI
 from grpo_lit.cli.run_folder import resolve_ckpt_path
-from grpo_lit.cli.train import build, check_checkpoint
+from grpo_lit.cli.train import build, check_checkpoint, check_data
 from grpo_lit.datamodules.findings import data_findings
 from grpo_lit.errors import SystemFault, UserError
 from grpo_lit.memory.fit import (
@@ -79,12 +79,22 @@ def check(arguments: Sequence[str]) -> Iterator[Finding]:
     yield Finding(True, f"config resolved; run folder {root}")
     yield _guarded(lambda: _model(cli, budget))
     judged = any(name.startswith("math_accuracy") for name in cli.model.reward_names)
+    readable = True
     for ok, text in data_findings(cli.datamodule, cli.model.encoder, cli.model.policy_config, judge_gold=judged):
+        readable = readable and ok
         yield Finding(ok, text)
+    if readable:
+        yield _guarded(lambda: _settings(cli))
     yield from _memory(cli, budget)
     yield _disk(root)
     if cli.config["ckpt_path"]:
         yield _guarded(lambda: _checkpoint(cli, root))
+
+
+def _settings(cli: GRPOCLI) -> str:
+    """What ``fit`` looks at once the prompts are read."""
+    check_data(cli)
+    return f"rewards {', '.join(cli.model.reward_names)} have their columns; prompts and completions fit the model"
 
 
 def _guarded(finding: Callable[[], str]) -> Finding:

@@ -66,6 +66,12 @@ def test_check_reports_a_line_each_and_fails_on_a_bad_one(
     assert "missing.jsonl" in bad[0]
     assert main(["check", *arguments, "--model.loss.beta=x"]) == 1
     assert "model.loss.beta" in capsys.readouterr().out
+    for wrong, words in (
+        ("--model.rewards=[gym_score]", "it needs 'task'"),
+        ("--model.rollout.sampling.max_completion_length=9999", "the longest prompt"),
+    ):
+        assert main(["check", *arguments, wrong]) == 1
+        assert words in capsys.readouterr().out
 
 
 def test_trained_adapter_and_checkpoint_answer_alike(
