@@ -138,8 +138,10 @@ class MathDataModule(LightningDataModule):
             raise UserError(f"data.{name}", given[name], "null with data.val_on_train=true")
         if "{question}" not in self.prompt_template:
             raise UserError("data.prompt_template", self.prompt_template, "a text that contains {question}")
-        if self.sent_stage is not None and self.sent_cache is None:
-            raise UserError("data.sent_stage", self.sent_stage, "null without data.sent_cache")
+        for name, default in (("sent_stages", 2), ("sent_stage", None), ("sent_epochs_per_stage", 1)):
+            value, where = getattr(self, name), "with data.sent_cache and data.sampler.name=all"
+            if value != default and (self.sent_cache is None or self.sampler.name != "all"):
+                raise UserError(f"data.{name}", value, f"{'null' if default is None else default}, or stages {where}")
         if self.sent_stage is not None and not 1 <= self.sent_stage <= self.sent_stages:
             accepted = f"from 1 to data.sent_stages={self.sent_stages}, or null"
             raise UserError("data.sent_stage", self.sent_stage, accepted)

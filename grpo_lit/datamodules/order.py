@@ -38,6 +38,11 @@ class SamplerConfig:
         if len(self.pool_shares) != len(self.pool_edges) + 1 or min(self.pool_shares) < 0 or not any(self.pool_shares):
             accepted = f"{len(self.pool_edges) + 1} shares of at least 0, one a pool"
             raise UserError("data.sampler.pool_shares", self.pool_shares, accepted)
+        default = {"fraction": 0.5, "floor": 0.05, "pool_edges": [0.25, 0.75], "pool_shares": [0.25, 0.5, 0.25]}
+        for option, value in default.items():
+            owner = "pools" if option.startswith("pool") else "weighted"
+            if self.name != owner and getattr(self, option) != value:
+                raise UserError(f"data.sampler.{option}", getattr(self, option), f"{value} without name: {owner}")
 
 
 def epoch_generator(seed: int, epoch: int) -> np.random.Generator:

@@ -61,6 +61,9 @@ def test_pools_are_mixed_in_every_stretch_and_the_epoch_ends_with_the_first_empt
         ({"pool_edges": [0.5, 0.2]}, "pool_edges"),
         ({"pool_shares": [1.0]}, "pool_shares"),
         ({"pool_shares": [0, 0, 0]}, "pool_shares"),
+        ({"fraction": 0.25}, "fraction"),  # without the name that it belongs to
+        ({"name": "pools", "floor": 0.1}, "floor"),
+        ({"name": "weighted", "pool_shares": [1.0, 1.0, 1.0]}, "pool_shares"),
     ],
 )
 def test_sampler_mistakes_are_named(settings: dict[str, Any], name: str) -> None:
