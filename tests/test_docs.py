@@ -57,6 +57,16 @@ def test_every_page_is_in_the_table_of_contents() -> None:
     assert sorted(toctree[1].split()) == sorted(page.stem for page in DOCS.glob("*.md") if page.stem != "index")
 
 
+def test_every_option_is_on_its_page() -> None:
+    """Of `grpo-lit fit`, of every callback and of `evaluate`, with a text each."""
+    script = runpy.run_path(str(ROOT / "scripts" / "options_page.py"))
+    options = [option for section in script["sections"]().values() for option in section]
+    names = {name for name, _, _ in options}
+    assert {"model.policy.attn_implementation", "data.sent_stages", "LivePage.history", "reward_timeout_s"} <= names
+    assert [name for name, _, text in options if not text] == []
+    assert (DOCS / "options.md").read_text(encoding="utf-8") == script["page"](), "python scripts/options_page.py"
+
+
 FIGURES = {
     name: command
     for name, command in re.findall(

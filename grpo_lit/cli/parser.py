@@ -10,7 +10,7 @@ from pydoc import locate
 from typing import Any, NoReturn, get_type_hints
 
 import torch
-from jsonargparse import ArgumentParser
+from jsonargparse import ArgumentParser, set_parsing_settings
 from lightning.pytorch import Callback
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import TensorBoardLogger
@@ -55,6 +55,8 @@ _SECTIONS = (
 _PARSED_AS_A_WHOLE = {"data": MathDataModule, "model.lora": LoRAConfig}
 
 _NEW_NAMES = hasattr(ArgumentParser, "instantiate")  # jsonargparse 4.49
+set_parsing_settings(docstring_parse_attribute_docstrings=True)  # --help says what a dataclass's fields are
+
 
 
 class ParseError(UserError):
