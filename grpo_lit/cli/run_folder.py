@@ -33,7 +33,7 @@ def resolve_ckpt_path(value: str | None, root: Path) -> Path | None:
     elif value == "best":
         path = _best(folder)
     else:
-        path = Path(value)
+        path = Path(value).expanduser()
     if not path.is_file():
         raise UserError("ckpt_path", value, f"an existing checkpoint; there is no {path}")
     return path

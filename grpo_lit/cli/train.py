@@ -26,6 +26,7 @@ from grpo_lit.model_source import load_model_config, resolve_model_source
 from grpo_lit.module import GRPOModule
 from grpo_lit.rewards.compute import check_columns
 from grpo_lit.sampling_step import build_allocator
+from grpo_lit.skeleton import check_skeleton
 
 
 @contextmanager
@@ -145,14 +146,15 @@ def check_launch(trainer: Trainer) -> None:
 
 
 def check_model(module: GRPOModule) -> None:
-    """Find the model and its tokenizer without loading a weight.
+    """Find the model and its tokenizer without loading a weight, and see that the adapters fit it.
 
     Raises:
-        UserError: no such model, or its tokenizer can't be used.
+        UserError: no such model, its tokenizer can't be used, or the adapters do not fit.
         SystemFault: the hub can't be reached.
     """
     load_model_config(resolve_model_source(module.policy_config.path))
     _ = module.encoder
+    check_skeleton(module.policy_config, module.lora_config)
 
 
 def check_checkpoint(path: Path, module: GRPOModule, *, resume: bool = False) -> None:

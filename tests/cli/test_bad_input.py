@@ -20,10 +20,11 @@ from grpo_lit.checkpoint import lora_fingerprint, model_fingerprint
 from grpo_lit.cli import main
 from grpo_lit.cli.train import check_checkpoint
 from grpo_lit.errors import UserError
-from grpo_lit.lora import load_adapter
+from grpo_lit.lora import LoRAConfig, load_adapter
 from grpo_lit.model_source import load_model_config, resolve_model_source
 from grpo_lit.module import GRPOModule
 from grpo_lit.policy import PolicyConfig
+from grpo_lit.skeleton import check_skeleton
 
 WHOLE_ADAPTER = '{"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}'
 
@@ -81,6 +82,9 @@ def one_line(capsys: pytest.CaptureFixture[str], arguments: Sequence[str]) -> tu
         (["--data.prompt_template=no placeholder"], ["data.prompt_template", "{question}"]),
         (["--data.val_prompts=1000"], ["data.val_prompts=1000", "fewer"]),
         (["--data.max_prompt_length=1"], ["data.max_prompt_length=1"]),
+        (["--data.sent_stages=3"], ["data.sent_stages=3", "data.sent_cache"]),
+        (["--data.sent_epochs_per_stage=2", "--data.sent_cache=x"], ["data.sent_cache='x'"]),
+        (["--data.sampler.fraction=0.25"], ["data.sampler.fraction=0.25", "name: weighted"]),
         (["--data.chat_template=true"], ["data.chat_template=True", "no chat template"]),
         (["--model.policy.path=./not_there"], ["model.policy.path='./not_there'", "a folder with config.json"]),
         (["--model.policy.path=."], ["model.policy.path='.'", "a folder with config.json"]),
@@ -90,12 +94,14 @@ def one_line(capsys: pytest.CaptureFixture[str], arguments: Sequence[str]) -> tu
         (["--model.micro_batch_size=0"], ["model.micro_batch_size=0", "at least 1"]),
         (["--model.rewards=[nothing]"], ["nothing", "math_accuracy"]),
         (["--model.lora.targets=[nothing]"], ["model.lora.targets='nothing'", "q_proj"]),
+        (["--model.lora.rank=65"], ["model.lora.rank=65", "at most 64"]),
+        (["--model.policy.attn_implementation=sdpaa"], ["model.policy.attn_implementation='sdpaa'", "sdpa"]),
         (["--model.lora=null", "--model.policy.quantization=nf4"], ["model.lora=None", "4-bit"]),
         (["--trainer.precision=bf16-mixed"], ["trainer.precision", "model.policy.dtype"]),
         (["--trainer.accumulate_grad_batches=2"], ["trainer.accumulate_grad_batches=2", "model.micro_batch_size"]),
         (["--checkpoint.every_n_rollout_steps=0"], ["checkpoint.every_n_rollout_steps=0"]),
         (["--ckpt_path=last"], ["ckpt_path='last'", "existing checkpoint"]),
-        (["--ckpt_path=nowhere.ckpt"], ["ckpt_path='nowhere.ckpt'", "existing checkpoint"]),
+        (["--ckpt_path=~/nowhere.ckpt"], ["ckpt_path='~/nowhere.ckpt'", f"no {Path.home()}/nowhere.ckpt"]),
         (["--config=quickstrat"], ["--config='quickstrat'", "quickstart"]),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else None,
@@ -109,12 +115,24 @@ def test_mistake_is_one_line_with_exit_code_2(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if "targets" not in extra[0]:  # only the model's own layers tell which targets there are
-        forbid_loading(monkeypatch)
+    forbid_loading(monkeypatch)
     code, error = one_line(capsys, fit_arguments(tiny_llama, tmp_path / "run", *extra))
     assert code == 2, error
     for word in words:
         assert word in error
+
+
+def test_a_rank_above_the_smaller_matrices_is_told(
+    tiny_llama: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As PEFT takes it: 256 over keys of 128 columns is in use."""
+    policy = PolicyConfig(path=str(tiny_llama))
+    check_skeleton(policy, LoRAConfig(rank=32))
+    assert caplog.messages == []
+    check_skeleton(policy, LoRAConfig(rank=64))
+    assert caplog.messages == [
+        "model.lora.rank=64 is above the rank of ['k_proj (32)', 'v_proj (32)']: more parameters, no more effect"
+    ]
 
 
 def write_rows(path: Path, rows: list[object]) -> Path:
