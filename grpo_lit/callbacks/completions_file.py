@@ -11,6 +11,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from typing_extensions import override
 
 from grpo_lit.files import write_whole
+from grpo_lit.markdown import quoted, table
 
 if TYPE_CHECKING:
     from grpo_lit.module import GRPOModule
@@ -93,13 +94,5 @@ def write_records(folder: Path, step: int, records: list[dict[str, Any]]) -> Non
 
 def markdown_table(records: list[dict[str, Any]]) -> str:
     """Prompt, completion and reward as a Markdown table; line breaks and bars are made harmless."""
-    lines = ["| prompt | completion | reward | tokens |", "|---|---|---|---|"]
-    for record in records:
-        cells = [_cell(record["prompt"]), _cell(record["completion"]), record["reward"], record["num_tokens"]]
-        lines.append("| " + " | ".join(str(cell) for cell in cells) + " |")
-    return "\n".join(lines)
-
-
-def _cell(text: str, limit: int = 600) -> str:
-    text = text if len(text) <= limit else text[:limit] + "…"
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace("|", "&#124;").replace("\n", "<br>")
+    rows = [[quoted(r["prompt"]), quoted(r["completion"]), r["reward"], r["num_tokens"]] for r in records]
+    return "\n".join(table(["prompt", "completion", "reward", "tokens"], rows))

@@ -6,7 +6,7 @@ import importlib.util
 import json
 import logging
 import shutil
-from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -16,7 +16,9 @@ from typing_extensions import override
 
 from grpo_lit.checkpoint import rng_state, set_rng_state
 from grpo_lit.errors import UserError, typed_names
+from grpo_lit.files import append_line, read_lines
 from grpo_lit.lora import save_adapter
+from grpo_lit.markdown import quoted, table
 
 if TYPE_CHECKING:
     from grpo_lit.evaluation.config import EvaluateConfig
@@ -152,7 +154,9 @@ class VLLMEvaluation(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The baseline, and what an interrupted run still owes at the step it goes on from."""
         module = cast("GRPOModule", pl_module)
-        recorded = [record["step"] for record in read_scores(self._folder(trainer))] if module.world.rank == 0 else []
+        recorded = []
+        if module.world.rank == 0:
+            recorded = [line["step"] for line in read_lines(self._scores_file(trainer), {"step": int}, repair=True)]
         self._done = set(module.world.gather(recorded)[0])  # rank 0's view, so that all ranks decide alike
         step = module.rollout_step
         if (self.before_training if step == 0 else self._is_due(step)) and step not in self._done:
@@ -190,6 +194,9 @@ class VLLMEvaluation(Callback):
     def _folder(trainer: Trainer) -> Path:
         return Path(trainer.default_root_dir) / "evaluation"
 
+    def _scores_file(self, trainer: Trainer) -> Path:
+        return self._folder(trainer) / "scores.jsonl"
+
     # ---- what ---------------------------------------------------------------------------------------------------
 
     def _evaluate(self, trainer: Trainer, module: GRPOModule) -> dict[str, float]:
@@ -205,7 +212,7 @@ class VLLMEvaluation(Callback):
         self._done.add(step)
         if not trainer.is_global_zero:
             return scores
-        append_scores(self._folder(trainer), {"step": step, **scores})
+        append_line(self._scores_file(trainer), {"step": step, **scores})
         _log.info("evaluation after rollout step %d: %s", step, scores)
         for logger in trainer.loggers:
             logger.log_metrics(scores, step=step)
@@ -286,44 +293,19 @@ def read_summary(folder: Path) -> dict[str, float]:
     }
 
 
-def read_scores(folder: Path) -> list[dict[str, Any]]:
-    """Records of ``scores.jsonl``; a line torn by a crash is left out."""
-    path = folder / "scores.jsonl"
-    if not path.is_file():
-        return []
-    raw = path.read_bytes()
-    return [json.loads(line) for line in raw[: raw.rfind(b"\n") + 1].decode().split("\n") if line]
-
-
-def append_scores(folder: Path, record: dict[str, Any]) -> None:
-    """Append to ``scores.jsonl``, whose torn last line is cut off first."""
-    path = folder / "scores.jsonl"
-    kept = read_scores(folder)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(line) + "\n" for line in [*kept, record]))
-
-
 def scores_table(scores: dict[str, float]) -> str:
     """Scores as a Markdown table."""
-    return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value:.4f} |" for name, value in scores.items())])
+    return "\n".join(table(["", ""], ([name, f"{value:.4f}"] for name, value in scores.items())))
 
 
 def answers_table(folder: Path, limit: int = 8) -> str:
     """The first answers with their verdicts as a Markdown table."""
-    lines = ["| prompt | answer | verdict | gold |", "|---|---|---|---|"]
-    for generated, judged in zip(
-        *(_first(folder / f"{name}.jsonl", limit) for name in ("generations", "verdicts")), strict=False
-    ):
-        cells = (generated["prompt"], generated["completion"], judged["kind"], judged["gold"])
-        lines.append("| " + " | ".join(_cell(str(cell)) for cell in cells) + " |")
-    return "\n".join(lines)
-
-
-def _first(path: Path, limit: int) -> Sequence[dict[str, Any]]:
-    with path.open(encoding="utf-8", newline="\n") as file:
-        return [json.loads(line) for line, _ in zip(file, range(limit), strict=False)]
-
-
-def _cell(text: str, limit: int = 400) -> str:
-    text = text if len(text) <= limit else text[:limit] + "…"
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace("|", "&#124;").replace("\n", "<br>")
+    records: list[list[dict[str, Any]]] = []
+    for name in ("generations", "verdicts"):
+        with (folder / f"{name}.jsonl").open(encoding="utf-8", newline="\n") as file:
+            records.append([json.loads(line) for line in islice(file, limit)])
+    rows = [
+        [quoted(str(cell), 400) for cell in (given["prompt"], given["completion"], judged["kind"], judged["gold"])]
+        for given, judged in zip(*records, strict=False)
+    ]
+    return "\n".join(table(["prompt", "answer", "verdict", "gold"], rows))

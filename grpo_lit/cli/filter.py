@@ -18,6 +18,7 @@ from grpo_lit.datamodules.filters import Count, FilterConfig, FilterResult, filt
 from grpo_lit.datamodules.sent_cache import read_sent_cache
 from grpo_lit.errors import UserError, typed_names
 from grpo_lit.files import write_whole
+from grpo_lit.markdown import table
 from grpo_lit.model_source import resolve_model_source
 from grpo_lit.paths import output_file
 from grpo_lit.prompts import load_tokenizer
@@ -107,8 +108,8 @@ def write(output: Path, result: FilterResult, facts: dict[str, Any]) -> None:
 
 def report_table(result: FilterResult, total: int) -> str:
     """Markdown: rows by rule, with an example of each."""
-    lines = ["| rule | rows | such as |", "|---|---|---|", f"| kept | {len(result.kept)} of {total} | |"]
+    lines: list[list[object]] = [["kept", f"{len(result.kept)} of {total}", ""]]
     for rule, rows in sorted(result.removed.items(), key=lambda item: -len(item[1])):
         index, why = min(rows)
-        lines.append(f"| {rule} | {len(rows)} | row {index}: {why.replace('|', '/')} |")
-    return "\n".join(lines)
+        lines.append([rule, len(rows), f"row {index}: {why}"])
+    return "\n".join(table(["rule", "rows", "such as"], lines))

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from grpo_lit.cli.parser import CLIParser
 from grpo_lit.datamodules.readers import read_file
 from grpo_lit.errors import UserError, typed_names
+from grpo_lit.markdown import table
 from grpo_lit.rewards import Verdict, VerifierPolicy, VerifierPool, explain, latency_histogram
 from grpo_lit.rewards.functions import gold_text
 
@@ -116,15 +117,12 @@ def confusion(cases: Sequence[Case], judged: Sequence[bool], name: str) -> str:
     """Markdown table of the file's verdicts against ours, with the share that agrees."""
     counts = Counter((case.correct, own) for case, own in zip(cases, judged, strict=True))
     agree = counts[True, True] + counts[False, False]
-    return "\n".join(
-        [
-            f"| {name} | judged right | judged wrong |",
-            "|---|---|---|",
-            f"| right in the file | {counts[True, True]} | {counts[True, False]} |",
-            f"| wrong in the file | {counts[False, True]} | {counts[False, False]} |",
-            f"agreement {agree} of {len(cases)} = {100 * agree / len(cases):.2f} %",
-        ]
-    )
+    rows = [
+        [f"{word} in the file", counts[was, True], counts[was, False]]
+        for word, was in (("right", True), ("wrong", False))
+    ]
+    lines = table([name, "judged right", "judged wrong"], rows)
+    return "\n".join([*lines, f"agreement {agree} of {len(cases)} = {100 * agree / len(cases):.2f} %"])
 
 
 def math_verify_alone(response: str, gold: str) -> bool:

@@ -6,6 +6,7 @@ from collections import defaultdict
 from pathlib import Path
 
 from grpo_lit.datamodules.sent_cache import SentCache, SentEntry
+from grpo_lit.markdown import table
 
 
 def levels(cache: SentCache) -> list[tuple[float, list[SentEntry]]]:
@@ -18,21 +19,17 @@ def levels(cache: SentCache) -> list[tuple[float, list[SentEntry]]]:
 
 def markdown(cache: SentCache, samples: int) -> str:
     """A table with a row for each entropy: how many prompts, how many answers, how often right."""
-    lines = [
-        f"semantic entropy of {len(cache.entries)} prompts, {samples} answers each",
-        "",
-        "| entropy (nats) | prompts | share | clusters | pass rate | always right | always wrong |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    rows = []
     for entropy, entries in levels(cache):
         rates = [entry.pass_rate for entry in entries if entry.pass_rate is not None]
         sizes = sorted({entry.num_clusters for entry in entries})
         mean = f"{sum(rates) / len(rates):.3f}" if rates else "-"
-        lines.append(
-            f"| {entropy:.4f} | {len(entries)} | {len(entries) / len(cache.entries):.3f} "
-            f"| {', '.join(map(str, sizes))} | {mean} | {rates.count(1.0)} | {rates.count(0.0)} |"
-        )
-    return "\n".join(lines)
+        shares = [f"{entropy:.4f}", len(entries), f"{len(entries) / len(cache.entries):.3f}"]
+        rows.append([*shares, ", ".join(map(str, sizes)), mean, rates.count(1.0), rates.count(0.0)])
+    header = ["entropy (nats)", "prompts", "share", "clusters", "pass rate", "always right", "always wrong"]
+    return "\n".join(
+        [f"semantic entropy of {len(cache.entries)} prompts, {samples} answers each", "", *table(header, rows)]
+    )
 
 
 def draw(cache: SentCache, path: Path) -> None:

@@ -17,8 +17,8 @@ from grpo_lit.errors import UserError
 from grpo_lit.evaluation.intervals import mcnemar_exact, paired_bootstrap, wilson_interval
 from grpo_lit.evaluation.models import read_run_config
 from grpo_lit.evaluation.plots import COLORS
-from grpo_lit.evaluation.report import table
 from grpo_lit.evaluation.store import key_of
+from grpo_lit.markdown import table
 
 CURVES = {
     "rollout/reward_mean": "training reward",

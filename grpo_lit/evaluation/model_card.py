@@ -11,6 +11,7 @@ import yaml
 
 from grpo_lit.evaluation.models import ResolvedModel
 from grpo_lit.evaluation.versions import versions
+from grpo_lit.markdown import table
 
 
 def model_card(
@@ -94,7 +95,7 @@ def _training(config: Mapping[str, Any]) -> list[str]:
         "completion length": rollout["sampling"]["max_completion_length"],
         "seed": config.get("seed_everything"),
     }
-    return ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in settings.items())]
+    return table(["", ""], settings.items())
 
 
 def _scores(metrics: list[dict[str, Any]]) -> list[str]:
@@ -102,19 +103,19 @@ def _scores(metrics: list[dict[str, Any]]) -> list[str]:
     if not measured:
         return []
     ends = {"first": measured[0], "best": max(measured, key=lambda x: x["val/accuracy"]), "last": measured[-1]}
-    rows = [f"| {name} | {line['step']} | {line['val/accuracy']:.4f} |" for name, line in ends.items()]
-    return ["| | rollout step | accuracy |", "|---|---|---|", *rows]
+    rows = [[name, line["step"], f"{line['val/accuracy']:.4f}"] for name, line in ends.items()]
+    return table(["", "rollout step", "accuracy"], rows)
 
 
 def _evaluation(folder: Path) -> list[str]:
     rows = list(csv.DictReader((folder / "summary.csv").read_text(encoding="utf-8").splitlines()))
-    shown = [row for row in rows if row["metric"] == "pass@1"]
-    lines = [
-        f"| {r['model']} | {r['dataset']} | {r['protocol']} | {r['num_problems']} x {r['samples']} "
-        f"| {float(r['value']):.3f} [{float(r['low']):.3f}, {float(r['high']):.3f}] |"
-        for r in shown
+    shown = [
+        [r["model"], r["dataset"], r["protocol"], f"{r['num_problems']} x {r['samples']}"]
+        + [f"{float(r['value']):.3f} [{float(r['low']):.3f}, {float(r['high']):.3f}]"]
+        for r in rows
+        if r["metric"] == "pass@1"
     ]
-    return ["| model | dataset | protocol | problems x samples | pass@1 |", "|---|---|---|---|---|", *lines]
+    return table(["model", "dataset", "protocol", "problems x samples", "pass@1"], shown)
 
 
 def _loading(kind: str, base: str) -> list[str]:

@@ -13,6 +13,7 @@ from grpo_lit.evaluation.store import Record, ResultStore, key_of
 from grpo_lit.evaluation.summary import CellScores, Summary
 from grpo_lit.evaluation.tasks import Task
 from grpo_lit.files import write_whole
+from grpo_lit.markdown import table
 
 NOTES = (
     "pass@k is the unbiased estimator 1 - C(n-c, k) / C(n, k); maj@k votes by equivalence class of the final answer, "
@@ -111,12 +112,6 @@ def with_interval(interval: Interval) -> str:
 def p_text(p: float) -> str:
     """A p-value in a few characters."""
     return "< 0.001" if p < 0.001 else f"{p:.3f}"
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a Markdown table."""
-    body = ["| " + " | ".join(str(cell).replace("|", "\\|") for cell in row) + " |" for row in rows]
-    return ["| " + " | ".join(header) + " |", "|" + "---|" * len(header), *body]
 
 
 def example_rows(summary: Summary, store: ResultStore, tasks: Sequence[Task], limit: int = 12) -> list[Record]:
