@@ -19,6 +19,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from grpo_lit.callbacks import (
     AdapterExport,
     AdaptiveMicroBatch,
+    AutoCheckpointing,
     CompletionsFile,
     GracefulStop,
     MetricsFile,
@@ -29,7 +30,7 @@ from grpo_lit.callbacks import (
 )
 from grpo_lit.checkpoint import AtomicCheckpointIO
 from grpo_lit.cli.config_files import resolve_config_names
-from grpo_lit.cli.profiling import ProfilerConfig, memory_callbacks
+from grpo_lit.cli.profiling import ProfilerConfig, profiler_callbacks
 from grpo_lit.datamodules import MathDataModule
 from grpo_lit.errors import UserError
 from grpo_lit.lora import LoRAConfig
@@ -54,9 +55,9 @@ _SECTIONS = (
 # Sections whose keys are no arguments of the parser; its messages name them as if there were no section around them.
 _PARSED_AS_A_WHOLE = {"data": MathDataModule, "model.lora": LoRAConfig}
 
-_NEW_NAMES = hasattr(ArgumentParser, "instantiate")  # jsonargparse 4.49
 set_parsing_settings(docstring_parse_attribute_docstrings=True)  # --help says what a dataclass's fields are
 
+_NEW_NAMES = hasattr(ArgumentParser, "instantiate")  # jsonargparse 4.49
 
 
 class ParseError(UserError):
@@ -253,13 +254,10 @@ class GRPOCLI(LightningCLI):
             config["logger"] = TensorBoardLogger(root, name="tensorboard", version="")
         plugins = config.get("plugins") or []
         config["plugins"] = [AtomicCheckpointIO(), *(plugins if isinstance(plugins, list) else [plugins])]
-        callbacks = [GracefulStop(), MetricsFile(), CompletionsFile(), AdapterExport(), RankWatch()]
-        if config.get("enable_progress_bar") is not False:
-            callbacks.append(StepProgress())
-        policy = self.config["model"]["policy"]
-        callbacks += [kind() for kind in self._memory_guards(config)]
-        profiler = self.config_init["profiler"]
-        callbacks += memory_callbacks(profiler, policy["gradient_checkpointing"], config.get("callbacks"))
+        callbacks = self._callbacks(config)
+        given = config.get("callbacks") or []
+        own = {type(callback) for callback in (given if isinstance(given, list) else [given])}  # stand for ours
+        callbacks = [callback for callback in callbacks if type(callback) not in own]
         self.trainer_defaults = {**self.trainer_defaults, "callbacks": callbacks}
         try:
             return super().instantiate_trainer(**kwargs)
@@ -275,17 +273,19 @@ class GRPOCLI(LightningCLI):
         except (TypeError, ValueError, ImportError) as error:  # a strategy, accelerator or device that there is not
             raise _trainer_mistake(config, " ".join(str(error).split())) from error
 
-    def _memory_guards(self, trainer: Any) -> list[type[Callback]]:
-        """`OOMReplay` and `AdaptiveMicroBatch` where they are wanted and the user's callbacks have none."""
+    def _callbacks(self, trainer: Any) -> list[Callback]:
+        """What writes, shows and guards this run."""
+        callbacks = [GracefulStop(), MetricsFile(), CompletionsFile(), AdapterExport(), RankWatch()]
+        if trainer.get("enable_progress_bar") is not False:
+            callbacks.append(StepProgress())
         cuda = trainer["accelerator"] in ("auto", "gpu", "cuda") and torch.cuda.is_available()
-        given = trainer.get("callbacks") or []
-        own = {type(callback) for callback in (given if isinstance(given, list) else [given])}
-        guards: tuple[tuple[str, type[Callback]], ...] = (
-            ("adaptive_micro_batch", AdaptiveMicroBatch),
-            ("oom_replay", OOMReplay),
-        )
-        wanted = {name: self.config_init[name] for name, _ in guards}
-        return [kind for name, kind in guards if kind not in own and (cuda if wanted[name] is None else wanted[name])]
+        guards = {"adaptive_micro_batch": AdaptiveMicroBatch, "oom_replay": OOMReplay}
+        for name, kind in guards.items():
+            if cuda if self.config_init[name] is None else self.config_init[name]:
+                callbacks.append(kind())
+        if self.config["model"]["policy"]["gradient_checkpointing"] == "auto":
+            callbacks.append(AutoCheckpointing())
+        return callbacks + profiler_callbacks(self.config_init["profiler"])
 
     def dump(self) -> str:
         """The resolved configuration as YAML."""

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning.pytorch import Callback
 
-from grpo_lit.callbacks.auto_checkpointing import AutoCheckpointing
 from grpo_lit.callbacks.vram_profiler import VRAMProfiler
-from grpo_lit.errors import UserError
+from grpo_lit.errors import UserError, typed_names
 
 
 @dataclass
@@ -32,34 +30,21 @@ class ProfilerConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise UserError("profiler.port", self.port, "from 0 (any free one) to 65535")
-        if not 0 < self.warn_at <= 1:
-            raise UserError("profiler.warn_at", self.warn_at, "a share of the memory, above 0 and at most 1")
-        for name in ("snapshot_steps", "trace_steps"):
-            if any(step < 1 for step in getattr(self, name) or []):
-                raise UserError(f"profiler.{name}", getattr(self, name), "rollout steps, counted from 1")
 
 
-def memory_callbacks(
-    config: ProfilerConfig, gradient_checkpointing: object = False, given: Callback | Sequence[Callback] | None = None
-) -> list[Callback]:
-    """The callbacks of a run that watch memory and act on it.
-
-    Args:
-        config: what is wanted.
-        gradient_checkpointing: ``model.policy.gradient_checkpointing``.
-        given: the user's own callbacks; none of their kinds is added again.
+def profiler_callbacks(config: ProfilerConfig) -> list[Callback]:
+    """The callbacks that do it.
 
     Raises:
+        UserError: a value out of range.
         SystemFault: the live page is wanted and its libraries are missing.
     """
     callbacks: list[Callback] = []
     if config.memory or config.snapshot_steps or config.trace_steps:
-        callbacks.append(VRAMProfiler(config.warn_at, config.snapshot_steps, config.trace_steps))
-    if gradient_checkpointing == "auto":
-        callbacks.append(AutoCheckpointing())
+        with typed_names({"": "profiler"}):
+            callbacks.append(VRAMProfiler(config.warn_at, config.snapshot_steps, config.trace_steps))
     if config.live:
         from grpo_lit.callbacks.live_page import LivePage
 
         callbacks.append(LivePage(config.port))
-    own = {type(callback) for callback in (given if isinstance(given, Sequence) else [given])}
-    return [callback for callback in callbacks if type(callback) not in own]
+    return callbacks
