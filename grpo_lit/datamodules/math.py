@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from lightning.pytorch import LightningDataModule
@@ -15,13 +15,7 @@ from grpo_lit.datamodules.order import SamplerConfig, epoch_generator, pool_orde
 from grpo_lit.datamodules.prompt_rows import Prompt, collate, numbered, split_rows
 from grpo_lit.datamodules.readers import Row
 from grpo_lit.datamodules.sent import stage_slice
-from grpo_lit.datamodules.sent_cache import (
-    SentCache,
-    first_difference,
-    model_key,
-    read_sent_cache,
-    rows_fingerprint,
-)
+from grpo_lit.datamodules.sent_cache import SentCache, first_difference, model_key, read_sent_cache, rows_fingerprint
 from grpo_lit.errors import UserError
 from grpo_lit.prompts import PromptEncoder
 
@@ -38,8 +32,7 @@ class MathDataModule(LightningDataModule):
         path: local .jsonl, .json, .csv or .parquet file in the dataset's original schema, instead of the hub; or a
             folder with such a file for each split, with shards of a copy from the hub, or saved by `datasets`.
         split: of the hub or the folder; the dataset's first by default.
-        columns: the columns that hold ``question``, ``answer`` and ``context``, where they differ from the entry's; an
-            answer of null where the rewards need none.
+        columns: of ``question``, ``answer`` (null: none is needed) and ``context``, where they differ from the entry's.
         val_dataset: dataset of the validation rows, where it is another.
         val_path: local file with the validation rows; without it or another split they are split off the training
             rows.
@@ -132,10 +125,9 @@ class MathDataModule(LightningDataModule):
                 raise UserError(f"data.{name}", number, what)
         if self.max_prompt_length is not None and self.max_prompt_length < 1:
             raise UserError("data.max_prompt_length", self.max_prompt_length, "at least 1 token, or null for no limit")
-        if self.val_on_train and (self.val_path or self.val_split or self.val_dataset):
-            given = {"val_path": self.val_path, "val_split": self.val_split, "val_dataset": self.val_dataset}
-            name = next(name for name, value in given.items() if value)
-            raise UserError(f"data.{name}", given[name], "null with data.val_on_train=true")
+        for name in ("val_path", "val_split", "val_dataset"):
+            if self.val_on_train and getattr(self, name):
+                raise UserError(f"data.{name}", getattr(self, name), "null with data.val_on_train=true")
         if "{question}" not in self.prompt_template:
             raise UserError("data.prompt_template", self.prompt_template, "a text that contains {question}")
         for name, default in (("sent_stages", 2), ("sent_stage", None), ("sent_epochs_per_stage", 1)):
@@ -296,7 +288,7 @@ class MathDataModule(LightningDataModule):
             return [self._sent[rank] for rank in stage_slice(count, self.sent_stages, self.stage_of(epoch))]
         return shuffled(count, generator) if self.shuffle else list(range(count))
 
-    def train_batch(self, positions: range | list[int]) -> PromptBatch:
+    def train_batch(self, positions: Sequence[int]) -> PromptBatch:
         """The training prompts at the given positions of the dataset's order."""
         return collate(self._train, positions)
 
@@ -307,16 +299,14 @@ class MathDataModule(LightningDataModule):
         return PromptLoader(
             self.prompts_per_step,
             self.epoch_order,
-            lambda positions: collate(self._train, positions),
+            self.train_batch,
             num_batches=-(-longest // self.prompts_per_step),
         )
 
     def val_dataloader(self) -> FixedBatches:
         """Batches of held-out prompts, always in the same order."""
-        starts = range(0, len(self._val), self.val_batch_size)
-        return FixedBatches(
-            [collate(self._val, range(len(self._val))[start : start + self.val_batch_size]) for start in starts]
-        )
+        order, size = range(len(self._val)), self.val_batch_size
+        return FixedBatches([collate(self._val, order[start : start + size]) for start in order[::size]])
 
     def _uses_chat(self, encoder: PromptEncoder) -> bool:
         use_chat = encoder.has_chat_template if self.chat_template is None else self.chat_template
@@ -337,13 +327,16 @@ class MathDataModule(LightningDataModule):
             return encoder.render_chat([{"role": m["role"], "content": m["content"]} for m in messages])
         return "\n\n".join(message["content"] for message in messages)
 
+    def render_row(self, row: Row, encoder: PromptEncoder) -> str:
+        """The prompt text of a row: its chat as it is, or its question in the template."""
+        if "messages" in row and self.messages == "as_is":
+            return self.render_messages(list(row["messages"]), encoder)
+        return self.render(row["question"], encoder)
+
     def _encode(self, rows: list[Row], encoder: PromptEncoder, too_long: list[int]) -> list[Prompt]:
         prompts = []
         for row in rows:
-            if "messages" in row and self.messages == "as_is":
-                text = self.render_messages(list(row["messages"]), encoder)
-            else:
-                text = self.render(row["question"], encoder)
+            text = self.render_row(row, encoder)
             ids = encoder.encode(text)
             if self.max_prompt_length is not None and len(ids) > self.max_prompt_length:
                 too_long.append(row["index"])
