@@ -18,7 +18,7 @@ class LRScheduleConfig:
     """How the learning rate moves over the optimizer steps."""
 
     name: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape after the warm-up; linear and cosine fall to the floor at the last optimizer step."""
+    """Shape after the warm-up; linear and cosine fall to the floor, which they reach after the last optimizer step."""
     warmup_steps: int = 0
     """Optimizer steps over which the rate rises linearly from 0."""
     floor: float = 0.0
