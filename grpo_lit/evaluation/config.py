@@ -134,6 +134,9 @@ class EvaluateConfig:
     """Settings of engine vllm."""
     batch_size: int = 64
     """Answers generated together."""
+    stop_at: Literal["boxed", "answer_tag"] | None = None
+    """End an answer at its first whole final answer, a closed \\boxed{...} or </answer>; null: no, but a run's held-out
+    prompts as in the run."""
     reward_timeout_s: float | None = 1800.0
     """Longest time for a judge of yours on the samples of one problem; null: no limit. The built-in ones have their
     own."""
@@ -193,13 +196,16 @@ class EvaluateConfig:
         small = (entry.name or label) in SMALL_DATASETS
         return TIERS[self.tier].samples_of_small if small else TIERS[self.tier].samples
 
-    def sampling(self, label: str, protocol: Protocol, length_of_run: int | None = None) -> SamplingConfig:
-        """How a dataset is answered; `length_of_run` stands in where no length is given."""
+    def sampling(self, label: str, protocol: Protocol, of_run: Mapping[str, Any] | None = None) -> SamplingConfig:
+        """How a dataset is answered; length and end are those `of_run` where none are given."""
+        of_run = of_run or {}
         given = self.datasets[label].max_completion_length or self.max_completion_length
-        length = given or length_of_run or (TIERS[self.tier].max_completion_length if self.tier else 2048)
+        length = given or of_run.get("max_completion_length")
+        length = length or (TIERS[self.tier].max_completion_length if self.tier else 2048)
+        stop_at = self.stop_at or of_run.get("stop_at")
         if protocol == "deterministic":
-            return SamplingConfig(temperature=0.0, max_completion_length=length)
-        return SamplingConfig(self.temperature, self.top_p, max_completion_length=length)
+            return SamplingConfig(temperature=0.0, max_completion_length=length, stop_at=stop_at)
+        return SamplingConfig(self.temperature, self.top_p, max_completion_length=length, stop_at=stop_at)
 
 
 def dataset_entry(label: str, given: Mapping[str, Any] | None) -> DatasetEntry:

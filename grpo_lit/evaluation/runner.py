@@ -54,7 +54,7 @@ def cells_of(config: EvaluateConfig, model: str, tasks: Sequence[Task]) -> list[
             task,
             protocol,
             config.num_samples(task.label, protocol),
-            config.sampling(task.label, protocol, task.length_of_run),
+            config.sampling(task.label, protocol, task.sampling_of_run),
         )
         for task in tasks
         for protocol in config.protocols

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,8 +31,10 @@ class Task:
     final_test: bool
     source: str
     """In words."""
-    length_of_run: int | None = None
-    """Completion length of the run whose held-out prompts these are."""
+    sampling_of_run: dict[str, Any] = field(default_factory=dict)
+    """How the run whose held-out prompts these are answers them in its validation."""
+    render_of_run: Callable[[Row, PromptEncoder], str] | None = None
+    """How that run renders a prompt, chats among them; None: by template, system prompt and chat template."""
     reward_timeout_s: float | None = None
     """Longest time for a judge of the user's on the samples of one problem."""
     settings: dict[str, Any] = field(default_factory=dict)
@@ -40,6 +42,8 @@ class Task:
 
     def render(self, row: Row, encoder: PromptEncoder) -> str:
         """The prompt text of a row."""
+        if self.render_of_run is not None:
+            return self.render_of_run(row, encoder)
         user = self.template.replace("{question}", row["question"])
         use_chat = encoder.has_chat_template if self.chat_template is None else self.chat_template
         if not use_chat:
@@ -184,23 +188,25 @@ def _held_out(label: str, entry: DatasetEntry, config: EvaluateConfig) -> Task:
     assert entry.run is not None
     settings = read_run_config(entry.run, argument=f"datasets.{label}.run")
     data = settings["data"].get("init_args", settings["data"])
+    if entry.prompt_template is not None:
+        data |= {"prompt_template": entry.prompt_template, "messages": "question"}
     datamodule = MathDataModule(**data)
     rows = datamodule.load()[1]
     if not rows:
         raise UserError(f"datasets.{label}.run", entry.run, "a run with held-out prompts (data.val_prompts above 0)")
     validation = settings["model"].get("validation") or {}
-    sampling = validation.get("sampling") or {}
     return Task(
         label,
         list(rows),
-        entry.prompt_template or data.get("prompt_template") or config.prompt_template,
+        datamodule.prompt_template,
         data.get("system_prompt"),
         data.get("chat_template"),
         entry.judge or settings["model"]["rewards"][0],
         entry.format,
         bool(entry.final_test),
         f"held-out prompts of {entry.run}",
-        length_of_run=sampling.get("max_completion_length"),
+        sampling_of_run=validation.get("sampling") or {},
+        render_of_run=datamodule.render_row,
         settings={"run_data": data},
     )
 
@@ -222,7 +228,7 @@ def check_lengths(config: EvaluateConfig, tasks: Sequence[Task], encoder: Prompt
     for task in tasks:
         given = config.datasets[task.label].max_completion_length
         where = "max_completion_length" if given is None else f"datasets.{task.label}.max_completion_length"
-        sampled = [config.sampling(task.label, protocol, task.length_of_run) for protocol in config.protocols]
+        sampled = [config.sampling(task.label, protocol, task.sampling_of_run) for protocol in config.protocols]
         length = max(sampling.max_completion_length for sampling in sampled)
         texts = [task.render(row, encoder) for row in task.rows]
         # a token is at least a byte, but for the few that the tokenizer puts around a text

@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -375,3 +376,23 @@ def test_help_names_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     for name in EvaluateConfig.__dataclass_fields__:
         assert f"--{name}" in out
+
+
+def test_held_out_prompts_are_answered_as_in_the_run(
+    tiny_llama: Path, tmp_path: Path, fit_arguments: Callable[..., Any]
+) -> None:
+    """Chats as they are, and an end at the first box: the policy was never taught to stop behind it."""
+    chats = [[{"role": "user", "content": f"{n}+1="}, {"role": "assistant", "content": "so"}] for n in range(8)]
+    rows = [{"prompt": chat, "answer": str(n + 1)} for n, chat in enumerate(chats)]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    own = ["--data.dataset=custom", f"--data.path={tmp_path / 'chats.jsonl'}", "--data.columns={question: prompt}"]
+    own += ["--data.val_prompts=4", "--model.validation.sampling.stop_at=boxed", "--trainer.max_steps=1"]
+    assert main(fit_arguments(tiny_llama, tmp_path / "run", *own)) == 0
+    config = complete_config(EvaluateConfig(run=str(tmp_path / "run")))
+    (task,) = load_tasks(config)
+    policy, encoder = load_model(resolve_model("base", config.models["base"], "cpu"), "cpu")
+    assert task.render(task.rows[0], encoder).endswith("+1=\n\nso")
+    assert config.sampling("held_out", "sampled", task.sampling_of_run).stop_at == "boxed"
+    config.datasets["held_out"].prompt_template = "Q: {question}"
+    (task,) = load_tasks(config)
+    assert task.render(task.rows[0], encoder) == f"Q: {task.rows[0]['question']}"
