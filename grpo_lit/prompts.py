@@ -79,8 +79,7 @@ class PromptEncoder:
         bos, eos = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
         while bos is not None and len(ids) > 1 and ids[0] == bos and ids[1] == bos:
             ids.pop(0)
-        plain_ids = self.tokenizer(text, add_special_tokens=False).input_ids
-        if ids and ids[-1] == eos and (not plain_ids or plain_ids[-1] != eos):
+        if ids and ids[-1] == eos and self.tokenizer(text, add_special_tokens=False).input_ids[-1:] != [eos]:
             ids.pop()
         return ids
 
