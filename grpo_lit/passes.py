@@ -13,9 +13,11 @@ computed anew at those, from the weights that the first pass had.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
 
 from grpo_lit.checkpoint import rng_state, set_rng_state
@@ -66,7 +68,7 @@ class Passes:
             if 0 < module.trainer.max_steps <= module.trainer.global_step:
                 break
             with module.phase("train"):
-                totals, flat = module.phase.attempt(lambda number=number: self._accumulate(number))  # type: ignore[misc]
+                totals, flat = module.phase.attempt(partial(self._accumulate, number))
             with module.phase("optimizer"):
                 metrics.append(self._step(totals, flat))
         return mean_of_passes(metrics)
@@ -106,15 +108,15 @@ class Passes:
         with torch.no_grad():
             for rows in training.micro_batches(size, module.micro_batch_tokens):
                 if references is not None:
-                    found = self._reference_scores(rows).logprobs
+                    found = self._reference_forward(rows).logprobs
                     references[rows, : found.shape[1]] = found
                 if logprobs is not None and entropy is not None:
-                    scores = self._scores(module.live_policy, rows)
+                    scores = self._forward(module.live_policy, rows)
                     logprobs[rows, : scores.logprobs.shape[1]] = scores.logprobs
                     entropy[rows, : scores.entropy.shape[1]] = scores.entropy
         return _Scores(references, logprobs, entropy)
 
-    def _scores(self, policy: Policy, rows: Tensor) -> TokenScores:
+    def _forward(self, policy: Policy, rows: Tensor) -> TokenScores:
         module, training = self.module, self.training
         module.phase.hold(*training.load(rows))
         part = training.part(rows)
@@ -127,11 +129,11 @@ class Passes:
             scored=training.loss_mask[rows, : part.completion_ids.shape[1]],
         )
 
-    def _reference_scores(self, rows: Tensor) -> TokenScores:
+    def _reference_forward(self, rows: Tensor) -> TokenScores:
         if self.module.reference is not None:
-            return self._scores(self.module.reference, rows)
+            return self._forward(self.module.reference, rows)
         with adapters_off(self.module.live_policy):
-            return self._scores(self.module.live_policy, rows)
+            return self._forward(self.module.live_policy, rows)
 
     def accumulate_alone(self) -> None:
         """One pass without its optimizer step, over made-up references where the loss wants some."""
@@ -165,7 +167,7 @@ class Passes:
 
     def _backward(self, rows: Tensor, *, records_old: bool) -> dict[str, Tensor]:
         module, training = self.module, self.training
-        scores = self._scores(module.live_policy, rows)
+        scores = self._forward(module.live_policy, rows)
         width = scores.logprobs.shape[1]
         if records_old:
             self.old[rows, :width] = scores.logprobs.detach()
@@ -190,42 +192,41 @@ class Passes:
         self.old_shapes = []
         with self.first_weights.in_place(), torch.no_grad():
             for rows in chunks:
-                logprobs = self._scores(self.module.live_policy, rows).logprobs
+                logprobs = self._forward(self.module.live_policy, rows).logprobs
                 self.old[rows, : logprobs.shape[1]] = logprobs
 
     # ---- an optimizer step --------------------------------------------------------------------------------------
 
+    @property
+    def _optimizer(self) -> LightningOptimizer:
+        optimizer = self.module.optimizers()
+        assert isinstance(optimizer, LightningOptimizer)  # one of them, wrapped so that a step counts as one
+        return optimizer
+
     def _step(self, totals: dict[str, Tensor], flat: list[FlatGradients]) -> dict[str, float]:
         """Reduce gradients over ranks, clip, step; a non-finite pass is skipped, kept on disk and counted."""
         module, parameters = self.module, self.parameters
-        optimizer = module.optimizers()
-        assert not isinstance(optimizer, list)
         with module.phase.with_other_ranks("allreduce"):
             module.world.reduce_gradients(flat)
         flat.clear()  # as large as the gradients, and done with
         metrics = totals_to_metrics(module.world.merge_totals(totals))
         norm = module.phase.attempt(lambda: _gradient_norm(parameters))
         metrics["grad_norm"] = float(norm)
-        metrics["lr"] = float(optimizer.param_groups[0]["lr"])
+        metrics["lr"] = float(self._optimizer.param_groups[0]["lr"])
         if module.guard.check(module, metrics.get("loss", 0.0), metrics["grad_norm"], self.training):
             self._update(norm)
-            scheduler = module.lr_schedulers()
-            assert scheduler is not None
-            assert not isinstance(scheduler, list)
-            scheduler.step()
+            module.lr_schedulers().step()  # type: ignore[union-attr]
             if module.world.size > 1:
                 digest = module.phase.attempt(lambda: parameter_hash(parameters))
                 module.world.check_replicas(digest, module.trainer.global_step, parameters[0].device)
             module.engine.weights_changed()
-        optimizer.zero_grad(set_to_none=True)
+        self._optimizer.zero_grad(set_to_none=True)
         module.guard.check_weights(parameters, module.rollout_step)
         return metrics
 
     def _update(self, norm: Tensor) -> None:
         """Clip and step, whole or not at all."""
-        module, parameters = self.module, self.parameters
-        optimizer = module.optimizers()
-        assert not isinstance(optimizer, list)
+        module, parameters, optimizer = self.module, self.parameters, self._optimizer
         before: list[OptimizerSnapshot] = []
 
         def step() -> None:
