@@ -13,7 +13,7 @@ them, and every rank decides from the same gathered rewards.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor
 from grpo_lit.datamodules.loader import PromptBatch
 from grpo_lit.rollout import Rollout
 from grpo_lit.sampling_step import StepRows, sample_rows
-from grpo_lit.step import GlobalRows
+from grpo_lit.step import GlobalRows, flat_kinds
 
 if TYPE_CHECKING:
     from grpo_lit.module import GRPOModule
@@ -61,13 +61,8 @@ def sample_step(module: GRPOModule, batch: PromptBatch) -> StepRows:
 
 def useful_groups(everyone: GlobalRows, mask_truncated: bool) -> list[int]:
     """Groups with two different rewards among the rows that count, ascending; the others give no gradient."""
-    out = everyone.rewards.isnan() | (everyone.truncated & mask_truncated)
-    found = []
-    for group in everyone.group_ids.unique().tolist():
-        known = everyone.rewards[(everyone.group_ids == group) & ~out]
-        if len(known) and bool((known != known[0]).any()):
-            found.append(int(group))
-    return found
+    kinds = flat_kinds(everyone, mask_truncated=mask_truncated)
+    return [group for group, kind in kinds.items() if kind is None]
 
 
 def _filled_up(parts: Sequence[StepRows], useful: Sequence[list[int]], wanted: int) -> list[list[int]]:
@@ -97,8 +92,7 @@ def merge_rows(module: GRPOModule, parts: Sequence[StepRows], kept: Sequence[lis
         rows = [row for row, group in enumerate(own) if group in number]
         chosen.append((part, rows, torch.tensor([number[own[row]] for row in rows], dtype=torch.long)))
         offset += len(groups)
-    rollouts = [_select(part.rollout, rows, ids) for part, rows, ids in chosen if rows]
-    rollout = Rollout.concat(rollouts) if rollouts else _select(parts[0].rollout, [], torch.empty(0, dtype=torch.long))
+    rollout = Rollout.concat([_select(part.rollout, rows, ids) for part, rows, ids in chosen])
     rewards = torch.cat([part.rewards[rows] for part, rows, _ in chosen])
     per_function = {
         name: torch.cat([part.per_function[name][rows] for part, rows, _ in chosen]) for name in parts[0].per_function
@@ -118,10 +112,7 @@ def merge_rows(module: GRPOModule, parts: Sequence[StepRows], kept: Sequence[lis
 
 def _select(rollout: Rollout, rows: list[int], group_ids: Tensor) -> Rollout:
     device = rollout.group_ids.device
-    if rows:
-        part = rollout.select(torch.tensor(rows, dtype=torch.long, device=device))
-    else:  # a rank without a row
-        part = Rollout(**{field.name: getattr(rollout, field.name)[:0] for field in fields(rollout)})
+    part = rollout.select(torch.tensor(rows, dtype=torch.long, device=device))
     return replace(part, group_ids=group_ids.to(device))
 
 

@@ -163,8 +163,8 @@ def generate_from_queue(
         rollout = generate()
     finally:
         engine.batch_size, engine.claim = batch_size, None  # type: ignore[attr-defined]
-    own = rollout.completion_mask[:, 0].nonzero().squeeze(-1) if rollout.num_rows else torch.empty(0, dtype=torch.long)
-    return select_rows(rollout, own), own.tolist()
+    own = rollout.lengths.nonzero().squeeze(-1)
+    return rollout.select(own), own.tolist()
 
 
 def deal_longest_first(tokens: Sequence[int], num_ranks: int) -> list[list[int]]:
@@ -182,13 +182,6 @@ def deal_longest_first(tokens: Sequence[int], num_ranks: int) -> list[list[int]]
     return [sorted(rows) for rows in dealt]
 
 
-def select_rows(rollout: Rollout, rows: Tensor) -> Rollout:
-    """`Rollout.select`, for no rows too."""
-    if len(rows):
-        return rollout.select(rows)
-    return Rollout(**{field.name: getattr(rollout, field.name)[:0] for field in fields(rollout)})
-
-
 @dataclass(frozen=True)
 class JudgedRows:
     """Sampled rows with what was found about them, in any order."""
@@ -203,11 +196,22 @@ class JudgedRows:
     per_function: dict[str, Tensor]
     """Reward of each function, (N,) each."""
 
+    @staticmethod
+    def concat(parts: Sequence[JudgedRows]) -> JudgedRows:
+        """The rows of all parts, one after the other."""
+        return JudgedRows(
+            Rollout.concat([part.rollout for part in parts]),
+            [number for part in parts for number in part.numbers],
+            [text for part in parts for text in part.completions],
+            torch.cat([part.rewards for part in parts]),
+            {name: torch.cat([part.per_function[name] for part in parts]) for name in parts[0].per_function},
+        )
+
     def select(self, rows: list[int]) -> JudgedRows:
         """The given rows, in the given order."""
         index = torch.tensor(rows, dtype=torch.long, device=self.rollout.group_ids.device)
         return JudgedRows(
-            select_rows(self.rollout, index),
+            self.rollout.select(index),
             [self.numbers[row] for row in rows],
             [self.completions[row] for row in rows],
             self.rewards[rows],
@@ -223,13 +227,7 @@ class JudgedRows:
         """The rows of all ranks, dealt out anew by `deal_longest_first`; every rank has to call it."""
         device = self.rollout.group_ids.device
         ranks: list[JudgedRows] = world.gather(replace(self, rollout=_moved(self.rollout, "cpu")))
-        rows = JudgedRows(
-            Rollout.concat([rank.rollout for rank in ranks]),
-            [number for rank in ranks for number in rank.numbers],
-            [text for rank in ranks for text in rank.completions],
-            torch.cat([rank.rewards for rank in ranks]),
-            {name: torch.cat([rank.per_function[name] for rank in ranks]) for name in self.per_function},
-        ).in_order()
+        rows = JudgedRows.concat(ranks).in_order()
         tokens = rows.rollout.prompt_mask.sum(dim=1) + rows.rollout.lengths
         own = rows.select(deal_longest_first(tokens.tolist(), world.size)[world.rank])
         return replace(own, rollout=_moved(own.rollout, device))

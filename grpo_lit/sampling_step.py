@@ -57,7 +57,7 @@ def sample_rows(module: GRPOModule, batch: PromptBatch) -> StepRows:
     config, world = module.rollout_config, module.world
     allocator = build_allocator(config, len(batch), module.rollout_step)
     drawn = [0] * len(batch)
-    rounds: list[tuple[Rollout, list[int], _Judged]] = []
+    rounds: list[tuple[JudgedRows, RewardOutput]] = []
     while (counts := allocator.next_counts()) is not None:
         wanted = [int(count) for count in counts]
         if takes_from_queue(module):
@@ -67,9 +67,8 @@ def sample_rows(module: GRPOModule, batch: PromptBatch) -> StepRows:
         with module.phase("rollout"):
             rollout, numbers = module.phase.attempt(partial(_generate, module, batch, wanted_here))
             module.engine.release()
-        judged = _judge_round(module, batch, rollout)
-        rounds.append((rollout, numbers, judged))
-        rewards = judged.output.rewards.tolist()
+        rounds.append(_judge_round(module, batch, rollout, numbers))
+        rewards = rounds[-1][0].rewards.tolist()
         ranks = world.gather((rollout.group_ids.tolist(), rewards, rollout.lengths.tolist()))
         _tell(allocator, [rank[:2] for rank in ranks])
         if world.size > 1:
@@ -135,17 +134,13 @@ def _tell(allocator: VigorAllocator | UniformAllocator, ranks: list[tuple[list[i
         allocator.observe(prompt, by_prompt[prompt])
 
 
-@dataclass(frozen=True)
-class _Judged:
-    completions: list[str]
-    output: RewardOutput
-
-
-def _judge_round(module: GRPOModule, batch: PromptBatch, rollout: Rollout) -> _Judged:
-    def work() -> _Judged:
+def _judge_round(
+    module: GRPOModule, batch: PromptBatch, rollout: Rollout, numbers: list[int]
+) -> tuple[JudgedRows, RewardOutput]:
+    def work() -> tuple[JudgedRows, RewardOutput]:
         completions = decode(module, batch, rollout)
         output = judge(module, batch, rollout, completions, module.reward_functions, module.reward_weights)
-        return _Judged(completions, output)
+        return JudgedRows(rollout, numbers, completions, output.rewards, output.per_function), output
 
     with module.phase("reward"):
         return module.phase.attempt(work)
@@ -176,17 +171,8 @@ def judge(
     return compute_rewards(functions, prompts, completions, columns, weights=weights, timeout_s=limit)
 
 
-def _assemble(module: GRPOModule, batch: PromptBatch, rounds: list[tuple[Rollout, list[int], _Judged]]) -> StepRows:
-    rows = JudgedRows(
-        Rollout.concat([rollout for rollout, _, _ in rounds]),
-        [number for _, numbers, _ in rounds for number in numbers],
-        [text for _, _, judged in rounds for text in judged.completions],
-        torch.cat([judged.output.rewards for _, _, judged in rounds]),
-        {
-            name: torch.cat([judged.output.per_function[name] for _, _, judged in rounds])
-            for name in rounds[0][2].output.per_function
-        },
-    )
+def _assemble(module: GRPOModule, batch: PromptBatch, rounds: Sequence[tuple[JudgedRows, RewardOutput]]) -> StepRows:
+    rows = JudgedRows.concat([rows for rows, _ in rounds])
     if module.rollout_config.layout == "queue" and module.world.size > 1:
         rows = rows.dealt(module.world)
     rows = rows.in_order()
@@ -202,7 +188,7 @@ def _assemble(module: GRPOModule, batch: PromptBatch, rounds: list[tuple[Rollout
         rewards=rewards,
         per_function=rows.per_function,
         everyone=everyone,
-        reward_metrics=_reward_metrics(module, rows.per_function, [judged.output for _, _, judged in rounds]),
+        reward_metrics=_reward_metrics(module, rows.per_function, [output for _, output in rounds]),
     )
 
 

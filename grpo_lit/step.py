@@ -139,20 +139,15 @@ def make_training_batch(
 def rollout_metrics(everyone: GlobalRows, *, mask_truncated: bool = False) -> dict[str, float]:
     """Figures of the step's rewards, lengths and groups, over all ranks.
 
-    A group is flat (zero variance, no policy gradient) when the rewards of its rows that count are all exactly equal,
-    or none counts; flat groups are split into all truncated, all abstained, all right (the common reward is above 0)
-    and all wrong.
-
     Args:
         everyone: all rows of the step.
-        mask_truncated: truncated rows do not count, as in `make_training_batch`.
+        mask_truncated: see `flat_kinds`.
     """
-    rewards, lengths = everyone.rewards.double(), everyone.lengths.double()
-    known = rewards[~rewards.isnan()]
-    groups = [rewards[everyone.group_ids == group] for group in everyone.group_ids.unique()]
-    cut = [everyone.truncated[everyone.group_ids == group] for group in everyone.group_ids.unique()]
-    kinds = [_flat_kind(group, truncated, mask_truncated) for group, truncated in zip(groups, cut, strict=True)]
-    spreads = [group[~group.isnan()].std(correction=0) for group in groups if (~group.isnan()).any()]
+    rewards, lengths, has_reward = everyone.rewards.double(), everyone.lengths.double(), ~everyone.rewards.isnan()
+    known = rewards[has_reward]
+    groups = [rewards[(everyone.group_ids == group) & has_reward] for group in everyone.group_ids.unique()]
+    kinds = list(flat_kinds(everyone, mask_truncated=mask_truncated).values())
+    spreads = [group.std(correction=0) for group in groups if len(group)]
     ended = lengths[~everyone.truncated]
     metrics = {
         "reward_mean": _mean(known),
@@ -169,6 +164,23 @@ def rollout_metrics(everyone: GlobalRows, *, mask_truncated: bool = False) -> di
     for name in ("right", "wrong", "truncated", "abstained"):
         metrics[f"zero_variance_groups_all_{name}"] = kinds.count(name) / len(kinds)
     return metrics
+
+
+def flat_kinds(everyone: GlobalRows, *, mask_truncated: bool = False) -> dict[int, str | None]:
+    """Which groups are flat (zero variance, no policy gradient), by group id, ascending; None for those that are not.
+
+    A group is flat when the rewards of its rows that count are all exactly equal, or none counts: all truncated, all
+    abstained, all right (the common reward is above 0) or all wrong.
+
+    Args:
+        everyone: all rows of the step.
+        mask_truncated: truncated rows do not count, as in `make_training_batch`.
+    """
+    own = {int(group): everyone.group_ids == group for group in everyone.group_ids.unique()}
+    return {
+        group: _flat_kind(everyone.rewards[rows], everyone.truncated[rows], mask_truncated)
+        for group, rows in own.items()
+    }
 
 
 def _flat_kind(rewards: Tensor, truncated: Tensor, mask_truncated: bool) -> str | None:

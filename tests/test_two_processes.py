@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from grpo_lit.checkpoint import read_checkpoint
 from grpo_lit.testing.ranks import run_on_ranks
 
 
@@ -45,6 +46,11 @@ def lines(root: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (root / "metrics.jsonl").read_text().splitlines()]
 
 
+def completions(root: Path) -> list[dict[str, Any]]:
+    files = sorted((root / "completions").glob("*.jsonl"))
+    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
+
+
 TWO = ("--trainer.devices=2", "--trainer.strategy=ddp")
 CASES = {
     "groups": ["--model.loss.reduction=sequence_mean"],
@@ -55,9 +61,20 @@ CASES = {
         "--model.rollout.engine=graph",
         "--model.loss.reduction=alpha",
         "--model.loss.alpha=0.5",
+        "--data.dataset_options={terms: 1, high: 11}",  # with 7 held out, every step has the same 5 prompts
+        "--model.rollout.sampling.max_completion_length=12",
     ],
-    "vigor": ["--model.rollout.allocator=vigor", "--model.loss.reduction=fixed_length", "--model.ppo_passes=2"],
+    "vigor": [
+        "--model.rollout.allocator=vigor",
+        "--model.rollout.layout=queue",
+        "--model.rollout.batch_size=3",
+        "--model.loss.reduction=fixed_length",
+        "--model.loss.token_rule=kl_cov",  # acts in the second pass, on tokens of both ranks
+        "--model.loss.token_rule_share=0.05",
+        "--model.ppo_passes=2",
+    ],
 }
+RESUMED = ["--trainer.max_steps=3", "--ckpt_path=last"]
 
 
 @pytest.fixture(scope="module")
@@ -68,12 +85,13 @@ def folder(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "def digits(prompts, completions, **columns):\n"
         "    return [sum(c.isdigit() for c in text) / max(len(text), 1) for text in completions]\n"
     )
-    one = [arguments(tiny_llama, folder / f"{case}_one", *extra) for case, extra in CASES.items()]
-    two = [arguments(tiny_llama, folder / f"{case}_two", *extra, *TWO) for case, extra in CASES.items()]
+    calls = [*CASES.items(), ("queue", [*CASES["queue"], *RESUMED])]
+    one = [arguments(tiny_llama, folder / f"{case}_one", *extra) for case, extra in calls]
+    two = [arguments(tiny_llama, folder / f"{case}_two", *extra, *TWO) for case, extra in calls]
     with ThreadPoolExecutor() as pool:
         for ranks in pool.map(lambda call: run_on_ranks(*call, folder), [(one, 1), (two, 2)]):
             for rank in ranks:
-                assert rank.codes == [0] * len(CASES), rank.stderr[-2000:]
+                assert rank.codes == [0] * len(calls), rank.stderr[-2000:]
     return folder
 
 
@@ -93,8 +111,16 @@ def test_two_ranks_equal_one(case: str, folder: Path) -> None:
     assert max(float(value.abs().max()) for name, value in expected.items() if "lora_B" in name) > 1e-4
     for name, value in expected.items():
         assert torch.allclose(weights[name], value, atol=1e-6, rtol=0), name
-    rows = {}
-    for name in ("one", "two"):
-        files = sorted((folder / f"{case}_{name}" / "completions").glob("*.jsonl"))
-        rows[name] = [json.loads(line) for file in files for line in file.read_text().splitlines()]
-    assert rows["one"] == rows["two"]
+    assert completions(folder / f"{case}_one") == completions(folder / f"{case}_two")
+
+
+def test_lengths_are_remembered_through_a_resume(folder: Path) -> None:
+    rows = completions(folder / "queue_two")
+    assert max(row["step"] for row in rows) == 3
+    expected: dict[int, float] = {}
+    for step, prompt in sorted({(row["step"], row["prompt_index"]) for row in rows}):
+        found = [row["num_tokens"] for row in rows if (row["step"], row["prompt_index"]) == (step, prompt)]
+        expected[prompt] = (expected.get(prompt, max(found)) + max(found)) / 2
+    assert len(set(expected.values())) > 1, "so the order was not that of the batch"
+    stored = read_checkpoint(folder / "queue_two/checkpoints/last.ckpt")["grpo_lit"]["prompt_lengths"]
+    assert stored == pytest.approx(expected)
