@@ -1,7 +1,7 @@
 """The ways a run can end early, and what each prints.
 
 A mistake of the user's (`UserError`) ends the command with exit code 2, a fault of the system's
-(`SystemFault`) with exit code 1, SIGTERM (`Terminated`) with 143. All print one line and no traceback.
+(`SystemFault`) with exit code 1, SIGTERM (`Terminated`) with 143, Ctrl-C with 130. All print one line and no traceback.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import argparse
 import difflib
 import itertools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import NoReturn
 
@@ -56,6 +56,19 @@ class Terminated(BaseException):
 
     def __init__(self, message: str = "terminated by SIGTERM") -> None:
         super().__init__(message)
+
+
+@contextmanager
+def on_stop(told: Callable[[], str]) -> Iterator[None]:
+    """Let Ctrl-C and SIGTERM inside say what is kept and how to go on.
+
+    Args:
+        told: gives the words that follow "interrupted" or "terminated by SIGTERM".
+    """
+    try:
+        yield
+    except (KeyboardInterrupt, Terminated) as stop:
+        raise type(stop)(f"{str(stop) or 'interrupted'}{told()}") from stop
 
 
 @contextmanager

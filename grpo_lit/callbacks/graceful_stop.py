@@ -35,7 +35,7 @@ class GracefulStop(Callback):
     def _handle(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
         if self.requested is not None and number == signal.SIGINT:
-            print("\nstopping at once, this step is lost; resume with --ckpt_path last", flush=True)
+            print("\nstopping at once, this step is lost", flush=True)
             raise KeyboardInterrupt
         self.requested = name
         print(f"\n{name}: finishing this step, then saving; press Ctrl-C again to stop at once", flush=True)

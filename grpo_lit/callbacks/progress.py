@@ -154,8 +154,13 @@ class StepProgress(PhaseListener, ProgressBar):
             print(line, flush=True)
 
     @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Close the bar: after Ctrl-C there is no teardown, and an open one hides the cursor and what is said last."""
+        self.teardown(trainer, pl_module, "fit")
+
+    @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Close the bar, also after an error."""
+        """Close the bar."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None

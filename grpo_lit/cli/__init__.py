@@ -80,9 +80,11 @@ def _run(target: str, arguments: list[str]) -> int:
     from grpo_lit.errors import SystemFault, Terminated, UserError
 
     module_name, _, function_name = target.partition(":")
+    with _ended_on_a_signal():
+        command = getattr(importlib.import_module(module_name), function_name)
     try:
         with _raised_on_sigterm(Terminated):
-            code: int = getattr(importlib.import_module(module_name), function_name)(arguments)
+            code: int = command(arguments)
         return code
     except (UserError, SystemFault, Terminated) as error:
         if os.environ.get("GRPO_LIT_TRACEBACK"):
@@ -94,8 +96,23 @@ def _run(target: str, arguments: list[str]) -> int:
             raise
         where = f"{os.fspath(error.filename)}: " if named else ""
         return fail(f"{where}{error.strerror} (GRPO_LIT_TRACEBACK=1 shows where)", 1)
-    except KeyboardInterrupt:
-        return fail("interrupted", 130)
+    except KeyboardInterrupt as error:
+        return fail(str(error) or "interrupted", 130)
+
+
+@contextmanager
+def _ended_on_a_signal() -> Iterator[None]:
+    """End at once where the body, which imports and writes nothing, is stopped: libraries swallow or twist an error."""
+    told = {signal.SIGINT: ("interrupted", 130), signal.SIGTERM: ("terminated by SIGTERM", 143)}
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, lambda got, _: os._exit(fail(*told[got]))) for number in told}  # type: ignore[index]
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextmanager

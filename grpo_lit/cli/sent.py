@@ -35,7 +35,7 @@ from grpo_lit.datamodules.sent_cache import (
     read_sent_cache,
 )
 from grpo_lit.datamodules.sent_report import draw, markdown
-from grpo_lit.errors import SystemFault, UserError
+from grpo_lit.errors import SystemFault, UserError, on_stop
 from grpo_lit.module import GRPOModule
 from grpo_lit.oom import is_out_of_memory
 from grpo_lit.paths import output_file
@@ -90,7 +90,8 @@ def main(arguments: Sequence[str]) -> int:
     data.sent_cache, data.sent_stage, data.sampler = None, None, SamplerConfig()
     check_data(cli)
     key = cache_key(module, data, config)
-    cache = finished(path, key) or sample(module, data, config, path, key, cli.trainer.strategy.root_device)
+    with on_stop(lambda: f"; finished batches are kept in {path}.partial, the same command goes on"):
+        cache = finished(path, key) or sample(module, data, config, path, key, cli.trainer.strategy.root_device)
     table = markdown(cache, config.samples)
     path.with_suffix(".md").write_text(table + "\n", encoding="utf-8")
     draw(cache, path.with_suffix(".png"))

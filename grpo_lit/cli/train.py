@@ -6,8 +6,8 @@ import logging
 import re
 import shlex
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -19,7 +19,7 @@ from grpo_lit.checkpoint import KEY, check_compatible, optimizer_name, read_chec
 from grpo_lit.cli.parser import GRPOCLI, ParseError
 from grpo_lit.cli.run_folder import locked, resolve_ckpt_path, set_earlier_run_aside, write_config
 from grpo_lit.datamodules.sent_cache import model_key
-from grpo_lit.errors import SystemFault, Terminated, UserError
+from grpo_lit.errors import SystemFault, UserError, on_stop
 from grpo_lit.kernels import dispatch
 from grpo_lit.memory.allocator import expand_segments
 from grpo_lit.model_source import load_model_config, resolve_model_source
@@ -29,41 +29,41 @@ from grpo_lit.sampling_step import build_allocator
 from grpo_lit.skeleton import check_skeleton
 
 
-@contextmanager
-def _before_the_first_step() -> Iterator[None]:
-    """Say what SIGTERM ended; from the first step on `GracefulStop` takes it."""
-    try:
-        yield
-    except Terminated as ended:
-        raise Terminated(f"{ended} before the first step: nothing was trained, there is nothing to save") from ended
-
-
-@_before_the_first_step()
 def fit(arguments: Sequence[str]) -> int:
     """Train: check everything cheap, then load the model and run."""
-    cli = build("fit", arguments)
-    root = Path(cli.trainer.default_root_dir)
-    is_first = cli.trainer.is_global_zero
-    ckpt = resolve_ckpt_path(cli.config["ckpt_path"], root)
-    if ckpt is not None:
-        check_checkpoint(ckpt, cli.model, resume=True)
-    check_data(cli)
-    check_callbacks(cli)
-    if cli.model.rollout_config.engine == "vllm":
-        cli.model.rollout_config.vllm.check_server()
-    dry = bool(cli.trainer.fast_dev_run)  # type: ignore[attr-defined]
-    with locked(root) if is_first else nullcontext():
-        if is_first:
-            resumed = ckpt is not None and root.resolve() in ckpt.resolve().parents
-            if not resumed and not dry and (kept := set_earlier_run_aside(root)) is not None:
-                print(f"the earlier run in {root} is kept in {kept}")
-            if not dry:
-                write_config(root, cli.dump())
-            print(start_text(cli, root, ckpt), flush=True)
-        run(cli, "fit", ckpt)
-        if is_first:
-            print(end_text(root), flush=True)
+    trained: list[Path] = []
+    with on_stop(lambda: _kept(*trained)):
+        cli = build("fit", arguments)
+        root = Path(cli.trainer.default_root_dir)
+        is_first = cli.trainer.is_global_zero
+        ckpt = resolve_ckpt_path(cli.config["ckpt_path"], root)
+        if ckpt is not None:
+            check_checkpoint(ckpt, cli.model, resume=True)
+        check_data(cli)
+        check_callbacks(cli)
+        if cli.model.rollout_config.engine == "vllm":
+            cli.model.rollout_config.vllm.check_server()
+        dry = bool(cli.trainer.fast_dev_run)  # type: ignore[attr-defined]
+        with locked(root) if is_first else nullcontext():
+            if is_first:
+                resumed = ckpt is not None and root.resolve() in ckpt.resolve().parents
+                if not resumed and not dry and (kept := set_earlier_run_aside(root)) is not None:
+                    print(f"the earlier run in {root} is kept in {kept}")
+                if not dry:
+                    write_config(root, cli.dump())
+                print(start_text(cli, root, ckpt), flush=True)
+            trained.append(root)
+            run(cli, "fit", ckpt)
+            if is_first:
+                print(end_text(root, held_out=len(cli.datamodule.load()[1])), flush=True)
     return 0
+
+
+def _kept(root: Path | None = None) -> str:
+    """What a stopped run leaves; from the first step on `GracefulStop` takes the signals, but for a second Ctrl-C."""
+    if root is None or not (root / "checkpoints" / "last.ckpt").is_file():
+        return " before the first step: nothing was trained, there is nothing to save"
+    return f"; {root}/checkpoints/last.ckpt is whole: resume with --ckpt_path last"
 
 
 def validate(arguments: Sequence[str]) -> int:
@@ -279,15 +279,19 @@ def start_text(cli: GRPOCLI, root: Path, ckpt: Path | None) -> str:
     return "\n".join(lines)
 
 
-def end_text(root: Path) -> str:
-    """What came of it and where to look."""
-    # null where every answer's reward abstained
-    measured = [x for x in read_metrics(root / "metrics.jsonl") if x.get("val/accuracy") is not None]
+def end_text(root: Path, held_out: int = 0) -> str:
+    """What came of it and where to look; ``held_out`` is the number of held-out prompts there were."""
+    records = read_metrics(root / "metrics.jsonl")
+    measured = [x for x in records if x.get("val/accuracy") is not None]  # null where every answer's reward abstained
+    steps = records[-1]["step"] if records else 0
     lines = []
     if measured:
         ends = measured[:1] if len(measured) == 1 else [measured[0], measured[-1]]
         shown = ", ".join(f"{line['val/accuracy']:.3f} at rollout step {line['step']}" for line in ends)
         lines.append(f"held-out accuracy: {shown}")
+    if held_out and steps and not any(line["step"] for line in measured):
+        made = "grpo-lit validate with --ckpt_path last makes one"
+        lines.append(f"no validation in {steps} rollout step(s) (trainer.val_check_interval); {made}")
     written = ("metrics.jsonl", "completions", "checkpoints", "adapter", "model")
     there = [name + "/" * (root / name).is_dir() for name in written if (root / name).exists()]
     lines.append(f"run folder: {root}" + (f" ({', '.join(there)})" if there else ""))

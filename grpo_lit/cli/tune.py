@@ -13,7 +13,7 @@ import yaml
 from grpo_lit.cli.parser import CLIParser
 from grpo_lit.cli.run_folder import locked
 from grpo_lit.cli.train import build
-from grpo_lit.errors import SystemFault, UserError
+from grpo_lit.errors import SystemFault, UserError, on_stop
 from grpo_lit.files import append_line, read_lines, read_object, write_whole
 from grpo_lit.paths import output_folder
 from grpo_lit.tune.report import write_outcome
@@ -73,7 +73,7 @@ def main(arguments: Sequence[str]) -> int:
         if not has_key(config, key):
             raise UserError("tune.space", key, "keys of this configuration; its sections are model, data and trainer")
     folder = output_folder(options.output or Path(config["trainer"]["default_root_dir"]) / "tune", "tune.output")
-    with locked(folder):
+    with locked(folder), on_stop(lambda: f"; finished trials are kept in {folder}, the same command goes on"):
         trials = Trials(folder, base, options, passes, fork=not on_cuda)
         outcome = search(
             config,

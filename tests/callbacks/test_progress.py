@@ -28,7 +28,17 @@ def test_a_long_validation_says_how_far_it_is(
     assert capsys.readouterr().out.splitlines() == expected
 
 
-@pytest.mark.parametrize("width", [140, 76, 62])
+def test_the_bar_is_closed_after_an_exception() -> None:
+    """Lightning ends at Ctrl-C without a teardown."""
+    progress = StepProgress()
+    progress._bar = bar = Progress(console=Console(file=io.StringIO(), force_terminal=True))
+    bar.start()
+    trainer: Any = None
+    progress.on_exception(trainer, trainer, KeyboardInterrupt())
+    assert not bar.live.is_started
+
+
+@pytest.mark.parametrize("width", [142, 76, 62])
 def test_a_narrow_terminal_keeps_the_counts(width: int) -> None:
     written = io.StringIO()
     bar = Progress(*columns(), expand=True, console=Console(file=written, width=width, force_terminal=False))
@@ -38,4 +48,4 @@ def test_a_narrow_terminal_keeps_the_counts(width: int) -> None:
     (line,) = written.getvalue().splitlines()
     for shown in ("rollout step", "123/2000", "0:00:00", " rollout "):
         assert shown in line, line
-    assert (said in line) is (width == 140)
+    assert (said in line) is (width == 142)

@@ -36,8 +36,10 @@ def test_output_says_what_is_trained_where_and_what_came_of_it(
     assert out.count(str(root)) >= 2, "the run's folder at start and end"
     assert "validation after rollout step 0: accuracy" in out
     assert "held-out accuracy:" in out
-    again = grpo_lit_command(*fit_arguments(tiny_llama, root))
+    assert "no validation" not in out
+    again = grpo_lit_command(*fit_arguments(tiny_llama, root), "--trainer.val_check_interval=9")
     assert again.returncode == 0
+    assert "no validation in 3 rollout step(s) (trainer.val_check_interval)" in again.stdout
     assert f"kept in {root}.1" in again.stdout
     assert (tmp_path / "run.1" / "metrics.jsonl").read_text().count("\n") == 4
     assert (root / "metrics.jsonl").read_text().count("\n") == 4
@@ -88,19 +90,33 @@ def reward(prompts, completions):
 """
 
 
-@pytest.mark.parametrize("when", ["importing", "validating"])
+@pytest.mark.parametrize(
+    ("when", "number", "code", "what"),
+    [
+        ("importing", signal.SIGTERM, 143, "terminated by SIGTERM"),
+        ("validating", signal.SIGTERM, 143, "terminated by SIGTERM"),
+        ("validating", signal.SIGINT, 130, "interrupted"),
+    ],
+)
 @pytest.mark.faults
-def test_sigterm_before_the_first_step_is_told(
-    when: str, start_grpo_lit: Callable[..., Any], fit_arguments: Fit, tiny_llama: Path, tmp_path: Path
+def test_a_stop_before_the_first_step_is_told(
+    when: str,
+    number: signal.Signals,
+    code: int,
+    what: str,
+    start_grpo_lit: Callable[..., Any],
+    fit_arguments: Fit,
+    tiny_llama: Path,
+    tmp_path: Path,
 ) -> None:
     (tmp_path / "slow.py").write_text(SLOW + 'wait("importing")\n' * (when == "importing"))
     process = start_grpo_lit(*fit_arguments(tiny_llama, "run", "--model.rewards=[slow.reward]"))
     while not (tmp_path / when).exists():
         assert process.poll() is None, process.read()
         time.sleep(0.01)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(30) == 143
-    told = "terminated by SIGTERM before the first step: nothing was trained, there is nothing to save"
+    process.send_signal(number)
+    assert process.wait(30) == code
+    told = f"{what} before the first step: nothing was trained, there is nothing to save"
     assert process.read()[1] == f"grpo-lit: error: {told}\n"
     assert not (tmp_path / "run" / "checkpoints").exists()
 
@@ -188,8 +204,17 @@ def test_stopped_at_once_ends_with_a_word(
         signal.signal(signal.SIGINT, before)
     out, err = capsys.readouterr()
     assert code == 130
-    assert err == "grpo-lit: error: interrupted\n"
-    assert "stopping at once, this step is lost; resume with --ckpt_path last" in out
+    assert err == "grpo-lit: error: interrupted before the first step: nothing was trained, there is nothing to save\n"
+    assert "stopping at once, this step is lost" in out
+    saved = [*fit_arguments(tiny_llama, tmp_path / "run", "--trainer.max_steps=1")]
+    assert main(saved) == 0
+    more = [*saved, "--ckpt_path=last", "--trainer.max_steps=3", "--trainer.callbacks+=impatient.TwoCtrlC"]
+    try:
+        assert main(more) == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
+    last = tmp_path / "run" / "checkpoints" / "last.ckpt"
+    assert capsys.readouterr().err == (f"grpo-lit: error: interrupted; {last} is whole: resume with --ckpt_path last\n")
 
 
 def test_table_cells_can_break_nothing() -> None:
