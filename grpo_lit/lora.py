@@ -225,13 +225,18 @@ def merge_lora(model: nn.Module) -> int:
     return len(layers)
 
 
+def _adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The adapters under PEFT's parameter names."""
+    return {
+        f"{_PEFT_PREFIX}{name}.{side}.weight": getattr(layer, side)
+        for name, layer in lora_layers(model)
+        for side in ("lora_A", "lora_B")
+    }
+
+
 def adapter_state(model: nn.Module) -> dict[str, Tensor]:
     """The adapters under PEFT's parameter names, on the CPU."""
-    state: dict[str, Tensor] = {}
-    for name, layer in lora_layers(model):
-        state[f"{_PEFT_PREFIX}{name}.lora_A.weight"] = layer.lora_A.detach().cpu().contiguous()
-        state[f"{_PEFT_PREFIX}{name}.lora_B.weight"] = layer.lora_B.detach().cpu().contiguous()
-    return state
+    return {name: value.detach().cpu().contiguous() for name, value in _adapter_parameters(model).items()}
 
 
 def save_adapter(model: nn.Module, folder: str | Path, *, base_model: str) -> None:
@@ -335,10 +340,9 @@ def copy_adapter_state(model: nn.Module, state: Mapping[str, Tensor], *, argumen
     Raises:
         UserError: names or shapes differ from this model's adapters.
     """
-    own = adapter_state(model)
+    own = _adapter_parameters(model)
     if own.keys() != state.keys() or any(own[key].shape != state[key].shape for key in own):
         raise UserError(argument, source, f"an adapter of this model ({len(own)} tensors of its shapes)")
     with torch.no_grad():
-        for name, layer in lora_layers(model):
-            layer.lora_A.copy_(state[f"{_PEFT_PREFIX}{name}.lora_A.weight"])
-            layer.lora_B.copy_(state[f"{_PEFT_PREFIX}{name}.lora_B.weight"])
+        for name, value in own.items():
+            value.copy_(state[name])

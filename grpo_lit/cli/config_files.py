@@ -44,9 +44,9 @@ def find_config(value: str) -> str:
     Raises:
         UserError: neither.
     """
-    if Path(value).is_file():
-        _check_yaml(value)
-        return value
+    if (file := Path(value).expanduser()).is_file():
+        _check_yaml(str(file))
+        return str(file)
     shipped = shipped_configs()
     name = value.removesuffix(".yaml").removeprefix("configs/")
     if name in shipped:

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from grpo_lit.cli.config_files import resolve_config_names
-from grpo_lit.cli.parser import CLIParser
+from grpo_lit.cli.parser import CLIParser, ParseError
 from grpo_lit.cli.train import quiet_third_parties
-from grpo_lit.errors import UserError, typed_names
-from grpo_lit.evaluation.config import EvaluateConfig
+from grpo_lit.errors import UserError, on_stop, typed_names
+from grpo_lit.evaluation.config import DatasetEntry, EvaluateConfig, ModelEntry
 from grpo_lit.evaluation.metrics import evaluation_metrics
 from grpo_lit.evaluation.models import ResolvedModel, encoder_of, pick_device, positions_of, resolve_model
 from grpo_lit.evaluation.report import write_reports
@@ -62,7 +62,7 @@ def evaluate(config: EvaluateConfig) -> int:
     if config.overwrite and (folder / "cells.json").exists():
         print(f"the earlier results in {folder} are kept in {set_aside(folder)}")
     store = ResultStore(folder)
-    with store.opened():
+    with store.opened(), on_stop(lambda: f"; what is answered is kept in {folder}, the same command goes on"):
         write_run_config(folder, config, models, tasks, engine_name(config, device))
         run_evaluation(config, models, tasks, store, lambda text: print(text, flush=True))
         cells = [cell for label in models for cell in cells_of(config, label, tasks)]
@@ -79,13 +79,48 @@ def evaluate(config: EvaluateConfig) -> int:
 
 def parse(arguments: Sequence[str]) -> EvaluateConfig:
     """The settings of the command line and its config file."""
-    parser = CLIParser(prog="grpo-lit evaluate", description="Evaluate models on datasets, with intervals.")
-    parser.add_argument("--config", action="config", help="YAML file, or the name of a shipped configuration.")
+    arguments = resolve_config_names(_flags(arguments))
+    parser = _parser()
     parser.add_class_arguments(EvaluateConfig, None, instantiate=False)
-    given = parser.parse_args(resolve_config_names(_flags(arguments)))
+    mistake: ParseError | None = None
+    try:
+        given = parser.parse_args(arguments)
+    except ParseError as error:
+        mistake = error
+    if mistake is not None:  # out of the handler: a parser's error raises what it finds in its context
+        _check_entries(arguments)
+        raise mistake
     settings = parser.instantiate_classes(given).as_dict()
     settings.pop("config", None)
     return EvaluateConfig(**settings)
+
+
+def _parser() -> CLIParser:
+    parser = CLIParser(prog="grpo-lit evaluate", description="Evaluate models on datasets, with intervals.")
+    parser.add_argument("--config", action="config", help="YAML file, or the name of a shipped configuration.")
+    return parser
+
+
+def _check_entries(arguments: Sequence[str]) -> None:
+    """Name the model or dataset that a mistake is in: the parser's own words begin inside of it.
+
+    Raises:
+        ParseError: there is such a mistake.
+    """
+    parser = _parser()
+    sections = {"models": ModelEntry, "datasets": DatasetEntry}
+    parser.add_class_arguments(EvaluateConfig, None, instantiate=False, skip=set(sections))
+    for section in sections:
+        parser.add_argument(f"--{section}", type=dict[str, dict[str, Any]], default={})
+    given = parser.parse_args(list(arguments))
+    for section, kind in sections.items():
+        one = CLIParser()
+        one.add_class_arguments(kind, f"{section}.NAME")
+        for label, entry in given[section].items():
+            try:
+                one.parse_object({section: {"NAME": entry}})
+            except ParseError as error:
+                raise ParseError(str(error).replace(f"{section}.NAME", f"{section}.{label}")) from error
 
 
 def _flags(arguments: Sequence[str]) -> list[str]:

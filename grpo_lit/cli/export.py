@@ -12,7 +12,7 @@ from grpo_lit.errors import UserError, typed_names
 from grpo_lit.evaluation.config import ModelEntry
 from grpo_lit.evaluation.model_card import model_card
 from grpo_lit.evaluation.models import read_run_config, resolve_model
-from grpo_lit.export import DTYPES, Difference, export_adapter, export_merged, write_differences
+from grpo_lit.export import Difference, export_adapter, export_merged, write_differences
 from grpo_lit.files import whole_folder, write_whole
 from grpo_lit.paths import output_folder
 
@@ -51,6 +51,8 @@ def main(arguments: Sequence[str]) -> int:
     if entry.run is None and entry.path is None and entry.adapter is None:
         raise UserError("run", None, "a run folder, or --adapter of an adapter, or --path and --ckpt_path")
     if entry.run is not None and (entry.path or entry.adapter or entry.ckpt_path):
+    run_config = None if entry.run is None else read_run_config(entry.run, argument="run")
+    metrics = [] if entry.run is None else read_metrics(Path(entry.run) / "metrics.jsonl")
         raise UserError("run", entry.run, "null where path, adapter or ckpt_path is given: one of them")
     with typed_names({"models.export": ""}):
         resolved = resolve_model("export", entry, "cpu")
@@ -67,8 +69,8 @@ def main(arguments: Sequence[str]) -> int:
         card = model_card(
             resolved,
             kind=options.to,
-            run_config=None if entry.run is None else read_run_config(entry.run, argument="run"),
-            metrics=[] if entry.run is None else read_metrics(Path(entry.run) / "metrics.jsonl"),
+            run_config=run_config,
+            metrics=metrics,
             differences=differences,
             evaluation=evaluation,
         )

@@ -218,18 +218,23 @@ def resolve(options: Any, device: str) -> ResolvedModel:
         UserError: no base model, both an adapter and a checkpoint, or what is not there or does not belong together.
     """
     if options.run is not None:
-        return resolve_model("run", ModelEntry(run=options.run, which=options.which), device)
+        of_run = resolve_model("run", ModelEntry(run=options.run, which=options.which), device)
+        default = PolicyConfig(path=None)  # type: ignore[arg-type]
+        for field, value in vars(options.policy).items():
+            if value not in (getattr(default, field), theirs := getattr(of_run.policy, field)):
+                raise UserError(f"policy.{field}", value, f"{theirs!r}, as in the run, or left out")
+        return of_run
     policy: PolicyConfig = options.policy
-    resolved = ResolvedModel(policy)
-    if options.adapter is not None:
-        config = read_adapter_config(options.adapter, argument="adapter")
+    resolved, given = ResolvedModel(policy), ModelEntry(adapter=options.adapter, ckpt_path=options.ckpt_path)
+    if given.adapter is not None:
+        config = read_adapter_config(given.adapter, argument="adapter")
         policy.path = policy.path or config["base_model_name_or_path"]
-        resolved.adapter = Path(options.adapter)
+        resolved.adapter = Path(given.adapter)
     if policy.path is None:
         raise UserError("policy.path", None, "the base model, or an adapter that names it")
-    if options.ckpt_path is not None:
-        resolved.ckpt_path = Path(options.ckpt_path)
-    with typed_names({"base.path": "policy.path", "base.adapter": "adapter"}):
+    if given.ckpt_path is not None:
+        resolved.ckpt_path = Path(given.ckpt_path)
+    with typed_names({"base.path": "policy.path", "base": ""}):
         return checked("base", resolved)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -43,6 +44,12 @@ FINAL_TESTS = (*TIERS["maximal"].datasets,)
 """Datasets that report how good a chosen model is, and may not choose it."""
 
 
+def _expand_home(settings: object, name: str) -> None:
+    """``~`` of a path, which no shell expands behind a ``=`` or in a file."""
+    if (path := getattr(settings, name)) is not None:
+        setattr(settings, name, os.path.expanduser(path))
+
+
 @dataclass
 class ModelEntry:
     """One model to evaluate: a base or merged model, an adapter over its base, or weights of a run."""
@@ -61,6 +68,10 @@ class ModelEntry:
     """Number format; null: as trained for a run, else bf16 (fp32 on a CPU)."""
     quantization: Literal["nf4", "none"] | None = None
     """nf4 or none; null: as trained for a run, else none."""
+
+    def __post_init__(self) -> None:
+        for name in ("path", "adapter", "ckpt_path", "run"):
+            _expand_home(self, name)
 
 
 @dataclass
@@ -158,6 +169,8 @@ class EvaluateConfig:
     """Move earlier results in the folder aside and start anew."""
 
     def __post_init__(self) -> None:
+        for name in ("run", "data_dir"):
+            _expand_home(self, name)
         for name in ("samples", "max_completion_length", "limit", "batch_size", "cpu_threads"):
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -12,12 +12,13 @@ import torch
 import yaml
 
 from grpo_lit.checkpoint import KEY, check_compatible, read_checkpoint
-from grpo_lit.errors import SystemFault, UserError
+from grpo_lit.errors import SystemFault, UserError, typed_names
 from grpo_lit.evaluation.config import ModelEntry
 from grpo_lit.lora import ADAPTER_WEIGHTS, LoRAConfig, load_adapter, read_adapter_config
 from grpo_lit.model_source import load_model_config, resolve_model_source
 from grpo_lit.policy import Policy, PolicyConfig, load_policy
 from grpo_lit.prompts import PromptEncoder, load_tokenizer
+from grpo_lit.skeleton import build_skeleton
 
 
 @dataclass
@@ -136,14 +137,19 @@ def _of_run(where: str, entry: ModelEntry, run: Path) -> ResolvedModel:
 
 
 def checked(where: str, resolved: ResolvedModel) -> ResolvedModel:
-    """See that base, adapter and checkpoint are there and belong together."""
-    config = load_model_config(resolve_model_source(resolved.policy.path, argument=f"{where}.path"))
+    """See that base, adapter and checkpoint are there and belong together; loads no weight of the base."""
+    if not resolved.policy.path:
+        raise UserError(f"{where}.path", None, "the base model: the adapter names none")
+    skeleton = build_skeleton(resolved.policy, argument=f"{where}.path")
     if resolved.adapter is not None and not (resolved.adapter / ADAPTER_WEIGHTS).is_file():
         raise UserError(f"{where}.adapter", str(resolved.adapter), f"a PEFT folder with {ADAPTER_WEIGHTS}")
+    if resolved.adapter is not None:
+        load_adapter(skeleton, resolved.adapter, argument=f"{where}.adapter")
     if resolved.ckpt_path is not None:
-        entry = read_checkpoint(resolved.ckpt_path).get(KEY)
-        lora = LoRAConfig(**entry["lora"]) if entry and entry.get("lora") else None
-        check_compatible(entry, config, lora, str(resolved.ckpt_path))
+        with typed_names({"ckpt_path": f"{where}.ckpt_path"}):
+            entry = read_checkpoint(resolved.ckpt_path).get(KEY)
+            lora = LoRAConfig(**entry["lora"]) if entry and entry.get("lora") else None
+            check_compatible(entry, skeleton.config, lora, str(resolved.ckpt_path))
     return resolved
 
 
