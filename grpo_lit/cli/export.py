@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 from grpo_lit.callbacks.metrics_file import read_metrics
 from grpo_lit.cli.parser import CLIParser
@@ -22,24 +23,18 @@ def main(arguments: Sequence[str]) -> int:
     quiet_third_parties()
     parser = CLIParser(prog="grpo-lit export", description="Export trained weights for other tools.")
     parser.add_class_arguments(ModelEntry, None, instantiate=False, skip={"dtype", "quantization"})
-    parser.add_argument("--to", type=str, default="merged", help="merged: one model. adapter: a PEFT folder.")
+    to = Literal["merged", "adapter"]
+    parser.add_argument("--to", type=to, default="merged", help="merged: one model. adapter: a PEFT folder.")
     parser.add_argument("--output", type=str, required=True, help="Folder to write; must be empty or missing.")
-    parser.add_argument("--dtype", type=str, default="bf16", help="Of the merged weights: bf16, fp16 or fp32.")
+    parser.add_argument("--dtype", type=Literal["bf16", "fp16", "fp32"], default="bf16", help="Of the merged weights.")
     parser.add_argument(
         "--base",
-        type=str,
+        type=Literal["original", "dequantized"],
         default="original",
         help="Merge into the original weights, or into the dequantized ones of a 4-bit base.",
     )
     parser.add_argument("--evaluation", type=str | None, default=None, help="Evaluation folder quoted in the card.")
     options = parser.parse_args(list(arguments))
-    for name, accepted in (
-        ("to", ("merged", "adapter")),
-        ("dtype", tuple(DTYPES)),
-        ("base", ("original", "dequantized")),
-    ):
-        if options[name] not in accepted:
-            raise UserError(name, options[name], f"one of {', '.join(accepted)}")
     folder = output_folder(options.output, "output")
     if folder.is_dir() and any(folder.iterdir()):
         raise UserError("output", str(folder), "an empty or a new folder")
@@ -51,13 +46,13 @@ def main(arguments: Sequence[str]) -> int:
     if entry.run is None and entry.path is None and entry.adapter is None:
         raise UserError("run", None, "a run folder, or --adapter of an adapter, or --path and --ckpt_path")
     if entry.run is not None and (entry.path or entry.adapter or entry.ckpt_path):
-    run_config = None if entry.run is None else read_run_config(entry.run, argument="run")
-    metrics = [] if entry.run is None else read_metrics(Path(entry.run) / "metrics.jsonl")
         raise UserError("run", entry.run, "null where path, adapter or ckpt_path is given: one of them")
     with typed_names({"models.export": ""}):
         resolved = resolve_model("export", entry, "cpu")
     if options.to == "adapter" and resolved.adapter is None and resolved.ckpt_path is None:
         raise UserError("to", "adapter", "merged: these weights have no adapter")
+    run_config = None if entry.run is None else read_run_config(entry.run, argument="run")
+    metrics = [] if entry.run is None else read_metrics(Path(entry.run) / "metrics.jsonl")
     differences: dict[str, Difference] = {}
     with whole_folder(folder) as made:
         if options.to == "adapter":
