@@ -121,7 +121,7 @@ def _with_suggestion(parser: LightningArgumentParser, message: str) -> str:
     match = re.search(
         r"unrecognized arguments: -*(?P<a>[\w.]+)|key ['\"]?(?P<b>[\w.]+)['\"]? is not expected"
         r"|option ['\"]?(?P<c>[\w.]+)['\"]? is not accepted"
-        r"|group '(?P<d>\w+)' does not accept option '(?P<e>[\w.]+)'",
+        r"|group '(?P<d>[\w.]+)' does not accept (?:option|nested key) '(?P<e>[\w.]+)'",
         message,
         re.IGNORECASE,
     )
