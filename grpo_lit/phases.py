@@ -151,13 +151,12 @@ class PhaseRecorder:
         self._phase = phase
         for callback in listeners:
             callback.on_phase_start(trainer, self._module, phase)
+        self._synchronize()
         if self._cuda:
-            torch.cuda.synchronize(self._module.device)
             torch.cuda.reset_peak_memory_stats(self._module.device)
         start = time.perf_counter()
         yield
-        if self._cuda:
-            torch.cuda.synchronize(self._module.device)
+        self._synchronize()
         self._keep_peak()
         seconds = time.perf_counter() - start
         self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
@@ -170,17 +169,19 @@ class PhaseRecorder:
         if self._module.world.size == 1:
             yield
             return
-        if self._cuda:
-            torch.cuda.synchronize(self._module.device)
+        self._synchronize()
         start = time.perf_counter()
         yield
-        if self._cuda:
-            torch.cuda.synchronize(self._module.device)
+        self._synchronize()
         self.between_ranks[what] = self.between_ranks.get(what, 0.0) + time.perf_counter() - start
 
     @property
     def _cuda(self) -> bool:
         return self._module.device.type == "cuda"
+
+    def _synchronize(self) -> None:
+        if self._cuda:
+            torch.cuda.synchronize(self._module.device)
 
     def _keep_peak(self) -> None:
         if self._cuda:

@@ -54,7 +54,11 @@ def loss_batch(
     rollout_logprobs: Tensor | None,
     config: LossConfig,
 ) -> LossBatch:
-    """Selected before any arithmetic: that keeps the gradient of a masked NaN at 0, which a product would not."""
+    """The batch of a call; the arguments are those of `grpo_loss`.
+
+    What doesn't count is selected out before any arithmetic: that keeps the gradient of a masked NaN at 0, which a
+    product would not.
+    """
     dtype = torch.promote_types(logprobs.dtype, torch.float32)
     mask = completion_mask.bool()
     live = mask & (weights != 0)
