@@ -125,14 +125,14 @@ def two_ctrl_c(lab: Lab, number: int) -> Outcome:
     return Outcome(lab.difference(running.root), said(text), running.process.returncode)
 
 
-@fault("SIGTERM while the model loads or before the first step, started again", tries=3)
-def sigterm_early(lab: Lab, number: int) -> Outcome:
+@fault("SIGTERM or Ctrl-C while the model loads or before the first step, started again", tries=6)
+def stopped_early(lab: Lab, number: int) -> Outcome:
     """Before there is anything to save."""
     running = lab.start(lab.fresh("early"))
     while not running.root.exists() and running.process.poll() is None:
         time.sleep(0.02)
-    time.sleep(0.3 * number)
-    running.process.send_signal(signal.SIGTERM)
+    time.sleep(0.3 * (number % 3))
+    running.process.send_signal((signal.SIGTERM, signal.SIGINT)[number // 3])
     text = running.end()
     assert "Traceback" not in text, text[-2000:]
     lab.resume(running.root)
