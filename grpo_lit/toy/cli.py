@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import argparse
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
@@ -12,7 +13,7 @@ from rich.table import Table
 
 from grpo_lit.errors import OneLineParser, UserError
 from grpo_lit.paths import output_folder
-from grpo_lit.toy.distributed import Layout, run_processes, sharded_run
+from grpo_lit.toy.distributed import Layout, run_processes, train_sharded
 from grpo_lit.toy.length import LengthPolicy, LengthRow, length_tradeoff
 from grpo_lit.toy.train import ToyRun, train_toy
 
@@ -60,6 +61,7 @@ def toy_train(
     for name, value in (("passes", passes), ("updates", updates), ("group_size", group_size)):
         if value < 1:
             raise UserError(name, value, "a whole number >= 1")
+    output = output_folder(output, "output")
     counts = sorted({passes, 1}, reverse=True)
     runs = {
         count: [train_toy(seed, exact, count, updates=updates, group_size=group_size) for seed in seeds]
@@ -110,11 +112,11 @@ def toy_length(
         raise UserError("group_size", group_size, "a whole number >= 2")
     if not 0 <= seed < 2**32:
         raise UserError("seed", seed, "a whole number from 0 to 2**32 - 1")
+    output = output_folder(output, "output")
     policy = LengthPolicy()
     rows = length_tradeoff(tuple(alphas), groups=groups, group_size=group_size, seed=seed, policy=policy)
     table = Table(title=f"Update of the shared logit, {groups} groups of {group_size}")
-    headers = ("alpha", "exact", "sampled", "std. error", "weight of 8 tokens against 2", "")
-    for header in headers:
+    for header in ("alpha", "exact", "sampled", "std. error", "weight of 8 tokens against 2", ""):
         table.add_column(header, justify="right")
     for row in rows:
         note = "derivative of the expected reward" if row.alpha == 1 else ""
@@ -153,7 +155,7 @@ def toy_sharded(
         table.add_column(header, justify="right")
     figures = []
     for seed in seeds:
-        results = run_processes(sharded_run, processes, seed, layout, updates)
+        results = run_processes(train_sharded, processes, seed, layout, updates)
         success, greedy_right = results[0]
         figures.append(success)
         same = all(result == results[0] for result in results)
@@ -173,35 +175,33 @@ def main(argv: Sequence[str]) -> int:
         Exit code: 0, or 2 after a user mistake.
     """
     parser = OneLineParser(prog="grpo-lit toy", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
-    train = commands.add_parser("train", help="train the 24-logit policy, several passes against one")
-    train.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
-    train.add_argument("--passes", type=int, default=4, help="gradient steps on each rollout")
+    commands = parser.add_subparsers(required=True)
+
+    def command(name: str, function: Callable[..., object], about: str) -> argparse.ArgumentParser:
+        found = commands.add_parser(name, help=about, argument_default=argparse.SUPPRESS)  # the function has defaults
+        found.set_defaults(function=function)
+        return found
+
+    train = command("train", toy_train, "train the 24-logit policy, several passes against one")
+    train.add_argument("--seeds", type=int, nargs="+")
+    train.add_argument("--passes", type=int, help="gradient steps on each rollout")
     train.add_argument("--exact", action="store_true", help="repeat the figures of grpo.cpp to six digits")
-    train.add_argument("--updates", type=int, default=100, help="rollouts a run")
-    train.add_argument("--group_size", type=int, default=16, help="completions of each prompt")
-    length = commands.add_parser("length", help="exact and sampled update against the length weight")
-    length.add_argument("--groups", type=int, default=100_000)
-    length.add_argument("--group_size", type=int, default=8, help="completions in a group")
-    length.add_argument("--seed", type=int, default=12345)
-    length.add_argument("--alphas", type=float, nargs="+", default=[0.0, 0.5, 1.0])
-    sharded = commands.add_parser("sharded", help="train the 24-logit policy in several processes")
-    sharded.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    sharded.add_argument("--processes", type=int, default=2)
-    sharded.add_argument("--layout", choices=["split", "whole"], default="split", help="groups over ranks")
-    sharded.add_argument("--updates", type=int, default=100, help="rollouts a run")
-    for command in (train, length):
-        command.add_argument("--output", type=Path, default=Path("toy"), help="folder of the figure")
+    train.add_argument("--updates", type=int, help="rollouts a run")
+    train.add_argument("--group_size", type=int, help="completions of each prompt")
+    length = command("length", toy_length, "exact and sampled update against the length weight")
+    length.add_argument("--groups", type=int)
+    length.add_argument("--group_size", type=int, help="completions in a group")
+    length.add_argument("--seed", type=int)
+    length.add_argument("--alphas", type=float, nargs="+")
+    sharded = command("sharded", toy_sharded, "train the 24-logit policy in several processes")
+    sharded.add_argument("--seeds", type=int, nargs="+")
+    sharded.add_argument("--processes", type=int)
+    sharded.add_argument("--layout", choices=["split", "whole"], help="groups over ranks")
+    sharded.add_argument("--updates", type=int, help="rollouts a run")
+    for drawing in (train, length):
+        drawing.add_argument("--output", type=Path, help="folder of the figure")
     options = vars(parser.parse_args(list(argv)))
-    command_name = options.pop("command")
-    if "output" in options:
-        options["output"] = output_folder(options["output"], "output")
-    if command_name == "train":
-        toy_train(**options)
-    elif command_name == "length":
-        toy_length(**options)
-    else:
-        toy_sharded(**options)
+    options.pop("function")(**options)
     return 0
 
 

@@ -35,8 +35,7 @@ def local_counts(counts: list[int], layout: Layout, rank: int, num_ranks: int) -
 
     Args:
         counts: completions of each prompt over all ranks.
-        layout: "split" shares every group out, the lower ranks take what is left over; "whole" deals prompts
-        round
+        layout: "split" shares every group out, the lower ranks take what is left over; "whole" deals prompts round
             the ranks.
         rank: this one.
         num_ranks: of so many.
@@ -107,10 +106,10 @@ def train_sharded(
     rank: int,
     num_ranks: int,
     seed: int,
+    layout: Layout,
+    updates: int,
     *,
-    layout: Layout = "split",
     passes: int = 4,
-    updates: int = 100,
     group_size: int = 16,
     micro_batch_rows: int = 8,
     learning_rate: float = 0.5,
@@ -128,11 +127,6 @@ def train_sharded(
         rollout = policy.sample(uniforms, counts)
         sharded_update(policy, optimizer, rollout, passes=passes, micro_batch_rows=micro_batch_rows, step=step)
     return policy.success(), policy.is_greedy_right()
-
-
-def sharded_run(rank: int, num_ranks: int, seed: int, layout: Layout, updates: int) -> tuple[float, bool]:
-    """`train_sharded` with positional arguments, as `run_processes` passes them on."""
-    return train_sharded(rank, num_ranks, seed, layout=layout, updates=updates)
 
 
 def run_processes(work: Callable[..., Any], num_ranks: int, *args: Any) -> list[Any]:

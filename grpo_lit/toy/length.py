@@ -63,15 +63,9 @@ class LengthPolicy(nn.Module):
         self.max_length = max_length
         self.min_rewarded = min_rewarded
 
-    def logprobs(self, continued: Tensor, logit: Tensor | None = None) -> Tensor:
-        """Log-prob of going on (True) or stopping (False).
-
-        Args:
-            continued: (N, T) bool.
-            logit: in place of the policy's own, anything that broadcasts.
-        """
-        logit = self.logit if logit is None else logit
-        return torch.where(continued, nn.functional.logsigmoid(logit), nn.functional.logsigmoid(-logit))
+    def logprobs(self, continued: Tensor) -> Tensor:
+        """Log-prob of going on (True) or stopping (False); `continued` and result (N, T)."""
+        return torch.where(continued, nn.functional.logsigmoid(self.logit), nn.functional.logsigmoid(-self.logit))
 
     def outcomes(self) -> tuple[Tensor, Tensor]:
         """The completions, longest last: (continued, mask), both (max_length + 1, max_length) bool."""
@@ -83,10 +77,10 @@ class LengthPolicy(nn.Module):
         """(N,) 1 for completions that are long enough."""
         return (mask.sum(dim=1) >= self.min_rewarded).double()
 
-    def expected_reward(self, logit: Tensor | None = None) -> Tensor:
+    def expected_reward(self) -> Tensor:
         """Exact mean reward, with its graph."""
         continued, mask = self.outcomes()
-        logprobs = torch.where(mask, self.logprobs(continued, logit), 0)
+        logprobs = torch.where(mask, self.logprobs(continued), 0)
         return (logprobs.sum(dim=1).exp() * self.rewards(mask)).sum()
 
     def exact_update(self, alpha: float) -> float:
