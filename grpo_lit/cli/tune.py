@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,9 @@ from grpo_lit.errors import SystemFault, UserError, on_stop
 from grpo_lit.files import append_line, read_lines, read_object, write_whole
 from grpo_lit.paths import output_folder
 from grpo_lit.tune.report import write_outcome
-from grpo_lit.tune.search import Outcome, changes_text, search
+from grpo_lit.tune.search import Outcome, search
 from grpo_lit.tune.space import changes_training, default_space, has_key
-from grpo_lit.tune.trial import Changes, Measurement, run_trial, text, trial_arguments
+from grpo_lit.tune.trial import Changes, Measurement, options_of, run_trial, trial_arguments
 
 
 @dataclass
@@ -85,8 +85,7 @@ def main(arguments: Sequence[str]) -> int:
             rows=rows,
             say=lambda line: print(line, flush=True),
         )
-        winner = [*base, *(f"--{key}={text(value)}" for key, value in outcome.winner.items())]
-        write_outcome(folder, outcome, build("tune", winner).dump())
+        write_outcome(folder, outcome, build("tune", [*base, *options_of(outcome.winner)]).dump())
     print("\n".join(closing_text(outcome, folder)))
     return 0
 
@@ -168,7 +167,7 @@ class Trials:
                 arguments, folder, fork=self.fork, timeout_s=self.options.timeout_s, warmup=self.options.warmup
             )
             self.ran += 1
-            record = {"name": name, "changes": dict(changes), **measured.as_record()}
+            record = {"name": name, "changes": dict(changes), **asdict(measured)}
             append_line(self.path, record)
             self._known[name] = record
         values = {key: value for key, value in record.items() if key not in ("name", "changes")}
@@ -185,10 +184,8 @@ def closing_text(outcome: Outcome, folder: Path) -> list[str]:
         f"{len(outcome.comparisons)} candidates tried, {sum(c.decision.accepted for c in outcome.comparisons)} accepted"
     ]
     if outcome.final is not None and outcome.winner:
-        gain = outcome.final.decision.gain or 0.0
-        lines.append(
-            f"winner: {changes_text(outcome.winner)}  ({gain:+.1%} tokens/s against the configuration as it was)"
-        )
+        gain, changes = outcome.final.decision.gain or 0.0, " ".join(options_of(outcome.winner))
+        lines.append(f"winner: {changes}  ({gain:+.1%} tokens/s against the configuration as it was)")
     else:
         lines.append("winner: the configuration as it was; nothing was faster beyond the noise")
     lines.append(f"written: {folder} (winner.yaml, changes.yaml, decisions.jsonl, runs.jsonl, tune.png)")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from grpo_lit.tune.trial import Measurement, median_speed
+from grpo_lit.tune.trial import Measurement
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ def decide(
         (other.tokens_per_s or 0.0) / (one.tokens_per_s or math.inf)
         for one, other in zip(incumbent, candidate, strict=True)
     ]
-    gain = sorted(pairs)[len(pairs) // 2] - 1 if len(pairs) % 2 else _middle(pairs) - 1
+    gain = statistics.median(pairs) - 1
     noise = max(_noise(incumbent), _noise(candidate))
     needed = max(min_gain, noise)
     if gain > needed and min(pairs) > 1:
@@ -68,12 +69,7 @@ def decide(
     return Decision(False, f"{gain:+.1%} tokens/s is not above the noise ({needed:.1%})", gain, noise)
 
 
-def _middle(values: Sequence[float]) -> float:
-    ordered = sorted(values)
-    half = len(ordered) // 2
-    return (ordered[half - 1] + ordered[half]) / 2
-
-
 def _noise(runs: Sequence[Measurement]) -> float:
-    centre = median_speed(runs)
-    return max(abs((run.tokens_per_s or 0.0) / centre - 1) for run in runs) if centre else math.inf
+    speeds = [run.tokens_per_s or 0.0 for run in runs]
+    centre = statistics.median(speeds)
+    return max(abs(speed / centre - 1) for speed in speeds) if centre else math.inf

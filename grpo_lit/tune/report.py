@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ matplotlib.use("Agg")
 def write_outcome(folder: Path, outcome: Outcome, resolved: str) -> None:
     """``decisions.jsonl``, ``changes.yaml``, ``winner.yaml`` (the whole configuration) and ``tune.png``."""
     found = [*outcome.comparisons, *([outcome.final] if outcome.final else [])]
-    lines = "".join(json.dumps(comparison.as_record()) + "\n" for comparison in found)
+    lines = "".join(json.dumps(asdict(comparison)) + "\n" for comparison in found)
     write_whole(folder / "decisions.jsonl", lines)
     write_whole(folder / "changes.yaml", yaml.safe_dump(nested(outcome.winner), sort_keys=True))
     write_whole(folder / "winner.yaml", resolved)

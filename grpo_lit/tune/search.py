@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from grpo_lit.tune.judge import Decision, decide
@@ -35,10 +35,6 @@ class Comparison:
     decision: Decision
     incumbent_speed: list[float | None]
     candidate_speed: list[float | None]
-
-    def as_record(self) -> dict[str, Any]:
-        """As plain values."""
-        return asdict(self)
 
 
 @dataclass
@@ -135,9 +131,3 @@ def search(
         if not outcome.final.decision.accepted:
             outcome.winner = {}
     return outcome
-
-
-def changes_text(changes: Sequence[tuple[str, Any]] | Mapping[str, Any]) -> str:
-    """Changes as typed on a command line."""
-    pairs = changes.items() if isinstance(changes, Mapping) else changes
-    return " ".join(f"--{key} {value}" for key, value in pairs)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +43,6 @@ class Measurement:
     seconds: float = 0.0
     """Of the whole run, start included."""
 
-    def as_record(self) -> dict[str, Any]:
-        """As plain values."""
-        return asdict(self)
-
 
 def trial_arguments(base: Sequence[str], changes: Changes, folder: Path, steps: int, passes: int) -> list[str]:
     """Arguments of ``fit``: the base with the changes, without validation and checkpoints on the way."""
@@ -60,14 +55,12 @@ def trial_arguments(base: Sequence[str], changes: Changes, folder: Path, steps: 
         "trainer.logger": False,
         "checkpoint.every_n_rollout_steps": 1_000_000,
     }
-    return [*base, *(f"--{key}={text(value)}" for key, value in {**changes, **own}.items())]
+    return [*base, *options_of({**changes, **own})]
 
 
-def text(value: Any) -> str:
-    """A value as typed on the command line."""
-    if isinstance(value, str):
-        return value
-    return json.dumps(value)
+def options_of(changes: Changes) -> list[str]:
+    """Changes as typed on the command line."""
+    return [f"--{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in changes.items()]
 
 
 def run_trial(arguments: Sequence[str], folder: Path, *, fork: bool, timeout_s: float, warmup: int) -> Measurement:
@@ -167,8 +160,3 @@ def read_measurement(folder: Path, log: Path, status: int | None, warmup: int) -
 def _rows(folder: Path, step: int) -> int:
     path = folder / "completions" / f"step_{step:06d}.jsonl"
     return path.read_bytes().count(b"\n") if path.is_file() else 0
-
-
-def median_speed(runs: Sequence[Measurement]) -> float:
-    """Median tokens per second over runs."""
-    return statistics.median(run.tokens_per_s or 0.0 for run in runs)
