@@ -12,7 +12,7 @@ from .algebra import Undecided
 from .leaves import Oracle, plain_number, plain_words, rounds_text, same_leaf
 from .normalize import canonical
 from .phrases import same_phrase
-from .reader import read
+from .reader import GREEK, read
 from .structure import (
     Equation,
     Group,
@@ -127,7 +127,7 @@ def _is_false(equation: Equation, oracle: Oracle) -> bool:
 def _states_value(equation: Equation, *, strict: bool) -> bool:
     if is_name(equation.left):
         return True
-    letters = re.sub(r"\\[a-zA-Z]+", "", equation.left)
+    letters = re.sub(rf"\\(?!(?:{GREEK})(?![a-zA-Z]))[a-zA-Z]+", "", equation.left)
     if not re.search("[a-zA-Z]", letters):
         return True  # 4*4 = 16
     # An answer may repeat what was asked for: x + y = 5. As a gold answer that would be a line.

@@ -16,10 +16,10 @@ from .algebra import TooLarge, Undecided, Value, add, divide, multiply, number, 
 MAX_DEPTH = 40
 MAX_CHARS = 600
 
-_GREEK = r"alpha|beta|gamma|delta|epsilon|theta|lambda|mu|nu|rho|sigma|tau|phi|omega|Delta|Omega|Phi"
+GREEK = r"alpha|beta|gamma|delta|epsilon|theta|lambda|mu|nu|rho|sigma|tau|phi|omega|Delta|Omega|Phi"
 _TOKEN = re.compile(
     r" *(?:(?P<number>(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+(?![0-9a-zA-Z.^]))?)"
-    rf"|(?P<name>(?:[a-zA-Z]|\\(?:{_GREEK})(?![a-zA-Z]))(?: ?_ ?(?:[0-9]+|[a-zA-Z]|\{{[^{{}}]*\}}))?)"
+    rf"|(?P<name>(?:[a-zA-Z]|\\(?:{GREEK})(?![a-zA-Z]))(?: ?_ ?(?:[0-9]+|[a-zA-Z]|\{{[^{{}}]*\}}))?)"
     r"|(?P<command>\\[a-zA-Z]+)|(?P<sign>\*\*|[-+*/^_(){}\[\]|!%]))"
 )
 # Before a bracket these are read as functions, which algebra knows nothing of.

@@ -14,6 +14,7 @@ from functools import lru_cache
 
 from .leaves import number_word, plain_words
 from .normalize import canonical
+from .reader import GREEK
 from .structure import Equation, Group, Items, Leaf, Node, Ratio, Relation, Union, read_structure, split_top
 from .units import split_unit
 
@@ -26,6 +27,12 @@ _NUMBER = re.compile(
     r"|[0-9]*\.[0-9]*(?:\\overline\{?[0-9]+\}?|\([0-9]+\)|\.\.\.)"
     r"|(?P<power>[0-9]*\\sqrt ?(?:\[[0-9]+\])?(?:[0-9]|\{[0-9]+\})|[0-9]+(?:\^|\*\*)(?:[0-9]|\{-?[0-9]+\}|[0-9]+)))"
 )
+# Letters that are no variable: words, commands, units behind a space, and the x, C and P of 3x4, 5C2 and 5P2.
+_NO_VARIABLE = re.compile(
+    rf"\\text\{{[^{{}}]*\}}|\\(?!(?:{GREEK})(?![a-zA-Z]))[a-zA-Z]+|(?<![\\a-zA-Z])[a-zA-Z]{{2,}}|e(?=\^)"
+    r"|(?<=[0-9]) ?[xXCP] ?(?=\$?[0-9])|(?<=[0-9] )[mgshlL](?![a-zA-Z(])"
+)
+_BOUND = re.compile(r"\\(?:sum|prod|int|lim)(?![a-zA-Z])")
 _NAME = re.compile(r"\\?[a-zA-Z]+'*(?:_(?:[0-9a-zA-Z]|\{[^{}]*\}))?|[-+]?\\infty|-?[0-9]+[a-zA-Z]")
 
 
@@ -65,14 +72,26 @@ def is_plain(gold: str) -> bool:
 def stated(answer: str) -> str | None:
     r"""The answer, if it states all its parts; else its last side that states a number; None where none does.
 
+    A side in variables says of what: ``x = 8`` of x, but ``x+1 = 8`` of no answer, which comparison sees.
+
     >>> [stated(t) for t in ("8", "x = 8", "3+5 = 8", "8 = 3+5", r"3+5 \approx 7", "3+5", "(3-2,2)", "(x,y) = (1,2)")]
     ['8', 'x = 8', '8', '8', '7', None, None, '(x,y) = (1,2)']
+    >>> [stated(t) for t in ("x = 3+5 = 8", "x+1 = 8", "8 = 2x", "3x4 = 12", "5 m + 3 m = 8 m")]
+    ['x = 8', 'x+1 = 8', '8 = 2x', '12', '8 m']
     """
     sides = [side for side in split_top(answer, _SIDES)[0] if side]
     states = [all(is_number(p) or _is_no_number(p) for p in _parts(read_structure(side))) for side in sides]
     if all(states):
         return answer
-    return next((s for s, ok in zip(sides[::-1], states[::-1], strict=True) if ok and re.search("[0-9]", s)), None)
+    sides_that_do = [side for side, ok in zip(sides, states, strict=True) if ok and re.search("[0-9]", side)]
+    if not sides_that_do:
+        return None
+    of = next((side for side in sides if side != sides_that_do[-1] and _has_variable(side)), None)
+    return sides_that_do[-1] if of is None else f"{of} = {sides_that_do[-1]}"
+
+
+def _has_variable(text: str) -> bool:
+    return _BOUND.search(text) is None and re.search("[a-zA-Z]", _NO_VARIABLE.sub("", text)) is not None
 
 
 def _is_no_number(text: str) -> bool:

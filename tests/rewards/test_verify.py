@@ -306,6 +306,17 @@ FOUND: list[Case] = [
     *(("2000340", rf"\boxed{{{text}}}", True) for text in ("two million three hundred forty", "2000340")),
     *(("12000", rf"\boxed{{{text}}}", True) for text in ("twelve thousand", "12 thousand")),
     ("24", r"\boxed{two dozen}", True),
+    # An equation in variables is no answer, whatever its other side says; a name or what was asked for may stand there.
+    *(
+        ("9", text, False)
+        for text in ("x+1=9", "x^2=9", "-x=9", r"\boxed{x/2 = 9}", "9 = 2x+1", r"\theta+1=9", "2 x + 1 = 9")
+    ),
+    *(("k=1", rf"\boxed{{{text}}}", False) for text in ("-k=1", "k+1=1", "k^2=1", "1/k=1", "x = 3 = 1+k")),
+    *(
+        ("9", text, True)
+        for text in ("x=4+5=9", "x+y=4+5=9", r"\text{Area} = 3*3 = 9", "3x3 = 9", "3 x 3 = 9", "f(2) = 4+5 = 9")
+    ),
+    *(("9", text, True) for text in ("5 m + 4 m = 9 m", r"\sum_{i=1}^{3} (i+1) = 9", "4 apples + 5 apples = 9 apples")),
     *(
         ("5", rf"\boxed{{{text}}}", False)
         for text in ("five hundred", "five six", "twenty-five", "five dozen", "five and six")
