@@ -272,7 +272,7 @@ class VLLMEvaluation(Callback):
             from grpo_lit.export import save_model
 
             save_model(policy, module.encoder.tokenizer, folder / "model")
-        settings = {name: value for name, value in self.settings.items() if value is not None}
+        settings = dict(self.settings)
         settings |= {"models": {MODEL: model}, "engine": self.engine, "seed": module.seed, "output": str(folder)}
         settings |= {"device": module.device.type, "vllm.memory_share": self.memory_share, "overwrite": True}
         if config.cpu_threads is not None:

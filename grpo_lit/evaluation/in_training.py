@@ -105,18 +105,25 @@ def evaluate_in_child(module: GRPOModule, command: Sequence[str], log: Path, tim
         root = str(Path(__file__).resolve().parents[2])
         path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
         with log.open("w") as output:
-            process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=_child_environment(path))
-    while True:
-        status: int | str | None = None
+            process = subprocess.Popen(
+                command,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=_child_environment(path),
+                start_new_session=True,  # Ctrl-C in a terminal lets the step be finished, and this is part of it
+            )
+    status: int | str | None = None
+    try:
+        while status is None:
+            if process is not None:
+                status = _poll(process, HEARTBEAT_S if world.size > 1 else timeout_s)
+                if status is None and time.monotonic() - start > timeout_s:
+                    status = f"took longer than {timeout_s:g} s"
+            status = world.gather(status)[0]
+    finally:
         if process is not None:
-            status = _poll(process, HEARTBEAT_S if world.size > 1 else timeout_s)
-            if status is None and time.monotonic() - start > timeout_s:
-                process.kill()
-                process.wait()
-                status = f"took longer than {timeout_s:g} s"
-        status = world.gather(status)[0]
-        if status is not None:
-            break
+            process.kill()  # nothing where it has ended
+            process.wait()
     if status != 0:
         reason = status if isinstance(status, str) else f"exit code {status}"
         raise SystemFault(f"the evaluation's process failed ({reason}): {_last_line(log)}; see {log}")

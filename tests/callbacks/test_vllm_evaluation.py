@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from grpo_lit.callbacks import BaselineEvaluation, VLLMEvaluation
 from grpo_lit.callbacks.metrics_file import without_timings
 from grpo_lit.cli import main
 from grpo_lit.errors import UserError
+from grpo_lit.evaluation.in_training import evaluate_in_child
 
 Fit = Callable[..., Sequence[str]]
 SUMS = {"sums": {"name": "arithmetic", "options": {"low": 1, "high": 4}, "prompt_template": "{question}="}}
@@ -107,12 +109,39 @@ def test_baseline_is_remembered_and_what_a_resumed_run_owes_is_made_up(
 
 def test_child_process_answers_with_the_same_weights(fit_arguments: Fit, tiny_llama: Path, tmp_path: Path) -> None:
     for process in ("inside", "child"):
-        extra = callback(process=process, engine="hf")
+        extra = [*callback(process=process, engine="hf"), "--model.reward_timeout_s=null"]
         assert main(list(fit_arguments(tiny_llama, tmp_path / process, *MOVES, *extra))) == 0
     child, inside = (tmp_path / name / "evaluation" for name in ("child", "inside"))
+    assert json.loads((child / "step_000003/run_config.json").read_text())["settings"]["reward_timeout_s"] is None
     assert answers(child / "step_000003") == answers(inside / "step_000003")
     ours, theirs = (lines_of(folder / "scores.jsonl")[0] for folder in (inside, child))
     assert ours == pytest.approx(theirs, abs=1e-5)
+
+
+@pytest.mark.faults
+def test_a_child_is_not_left_behind_and_ctrl_c_is_not_for_it(tmp_path: Path) -> None:
+    """A second Ctrl-C ends the training at once; the first one lets the step be finished, evaluation included."""
+
+    class Interrupted:
+        rank, size, pid, group = 0, 2, 0, 0
+
+        def gather(self, status: object) -> list[object]:
+            while not (tmp_path / "pid").exists():
+                time.sleep(0.01)
+            self.pid = int((tmp_path / "pid").read_text() or 0)
+            if self.pid:
+                self.group = os.getpgid(self.pid)
+                raise KeyboardInterrupt
+            return [status]
+
+    world = Interrupted()
+    module: Any = SimpleNamespace(world=world)
+    code = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+    with pytest.raises(KeyboardInterrupt):
+        evaluate_in_child(module, [sys.executable, "-c", code], tmp_path / "log", 60)
+    assert world.group == world.pid, "a group of its own"
+    with pytest.raises(ProcessLookupError):
+        os.kill(world.pid, 0)
 
 
 def run_two_ranks(arguments: Sequence[str], folder: Path) -> subprocess.CompletedProcess[str]:
@@ -123,7 +152,7 @@ def run_two_ranks(arguments: Sequence[str], folder: Path) -> subprocess.Complete
 
 
 def test_two_ranks_share_the_problems_and_none_waits_for_ever(
-    fit_arguments: Fit, tiny_llama: Path, tmp_path: Path
+    fit_arguments: Fit, two_ranks: Callable[..., Any], tiny_llama: Path, tmp_path: Path
 ) -> None:
     """The baseline in a child process while both ranks wait, then both answer their share."""
     root = tmp_path / "two"
@@ -136,7 +165,7 @@ def test_two_ranks_share_the_problems_and_none_waits_for_ever(
     )
     moves = ["--model.optimizer=torch.optim.AdamW", "--model.optimizer.lr=0.1", "--model.rewards=[user_rewards.digits]"]
     arguments = fit_arguments(tiny_llama, root, *moves, *extra, "--trainer.max_steps=2")
-    result = run_two_ranks(arguments, tmp_path)
+    result = two_ranks(*arguments)
     assert result.returncode == 0, result.stderr[-2000:]
     scores = lines_of(root / "evaluation/scores.jsonl")
     assert [record["step"] for record in scores] == [0, 2]
