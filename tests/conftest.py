@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -24,6 +25,8 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
+
+from grpo_lit.cli import main
 
 # One thread a process, here and in every command that a test starts: tests run side by side.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -195,6 +198,56 @@ def grpo_lit_command(start_grpo_lit: Start) -> Command:
         return subprocess.CompletedProcess(arguments, command.wait(timeout), *command.read())
 
     return run
+
+
+@pytest.fixture
+def two_ranks(_forks: Start, tmp_path: Path) -> Command:
+    """Run ``grpo-lit`` on two ranks of the CPU: forks with the variables that Lightning gives to those it starts."""
+
+    def run(*arguments: str, cwd: Path = tmp_path) -> subprocess.CompletedProcess[str]:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
+        both = [*arguments, "--trainer.devices=2", "--trainer.strategy=ddp"]
+        ranks = [_forks(both, cwd, os.environ | meeting | {"LOCAL_RANK": rank, "NODE_RANK": "0"}) for rank in "01"]
+        codes = [rank.wait() for rank in ranks]
+        outputs, errors = zip(*(rank.read() for rank in ranks), strict=True)
+        return subprocess.CompletedProcess(both, max(codes, key=abs), "".join(outputs), "".join(errors))
+
+    return run
+
+
+@pytest.fixture
+def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., None]:
+    """Run a command that ends in one line with all the words, before it loads a model or changes its empty folder."""
+    monkeypatch.chdir(tmp_path)
+
+    def load(*args: object, **kwargs: object) -> None:
+        raise AssertionError("a model was loaded")
+
+    def contents() -> dict[Path, bytes | None]:
+        files = (path for path in sorted(tmp_path.rglob("*")) if path.name != "run.lock")
+        return {path: path.read_bytes() if path.is_file() else None for path in files}
+
+    def check(arguments: Sequence[str], *words: str, code: int = 2, loads: bool = False) -> None:
+        before = contents()
+        with monkeypatch.context() as patch:
+            for user in () if loads else ("module", "evaluation.models", "cli.sent"):
+                patch.setattr(f"grpo_lit.{user}.load_policy", load)
+            try:
+                ended = main([str(argument) for argument in arguments])
+            except SystemExit as leaving:  # argparse
+                ended = leaving.code  # type: ignore[assignment]
+        error = capsys.readouterr().err.strip()
+        assert ended == code, error
+        assert error.startswith("grpo-lit: error: "), error
+        assert len(error.splitlines()) == 1, error
+        for word in words:
+            assert word in error, error
+        if not loads:
+            assert contents() == before, "the disk is as it was"
+
+    return check
 
 
 def small_fit(model: str | Path, root: str | Path, *extra: str) -> Sequence[str]:

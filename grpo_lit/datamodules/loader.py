@@ -79,11 +79,6 @@ class PromptLoader:
         """Prompts of the current epoch that are still to come."""
         return self._start + len(self._rows) - self.consumed
 
-    @property
-    def epoch(self) -> int:
-        """The epoch that the cursor lies in."""
-        return self._epoch
-
     def _seek(self) -> None:
         """Find the epoch that the cursor lies in; at the end of one, that is the next."""
         while not self.left:

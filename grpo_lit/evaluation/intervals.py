@@ -93,16 +93,6 @@ def cluster_bootstrap(
     return Interval(float(scores.mean()), float(low), float(high))
 
 
-def cluster_standard_error(values: Sequence[float]) -> float:
-    r"""Standard error of the mean over problems, :math:`\mathrm{sd}(\text{problem means}) / \sqrt{P}`; NaN for P = 1.
-
-    >>> round(cluster_standard_error([0.0, 1.0, 1.0, 0.0]), 4)
-    0.2887
-    """
-    scores = _as_scores(values, "values")
-    return float(scores.std(ddof=1) / math.sqrt(len(scores))) if len(scores) > 1 else math.nan
-
-
 def paired_bootstrap(
     first: Sequence[float],
     second: Sequence[float],

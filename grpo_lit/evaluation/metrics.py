@@ -16,8 +16,6 @@ from grpo_lit.evaluation.estimators import avg_at_k, maj_at_k, pass_at_k
 class ProblemMean(Metric):
     """Mean over problems of a score that a subclass computes for each; NaN before the first."""
 
-    is_differentiable = False
-    higher_is_better: bool | None = True
     full_state_update = False
     values: list[Tensor]
 
@@ -38,8 +36,8 @@ class ProblemMean(Metric):
         return self.per_problem().mean()
 
 
-class PassAtK(ProblemMean):
-    """`grpo_lit.evaluation.estimators.pass_at_k`, mean over problems.
+class ProblemMeanAtK(ProblemMean):
+    """A score of k samples.
 
     Args:
         k: size of the draw; a problem needs at least as many samples.
@@ -49,33 +47,25 @@ class PassAtK(ProblemMean):
         super().__init__(**kwargs)
         self.k = k
 
+
+class PassAtK(ProblemMeanAtK):
+    """`grpo_lit.evaluation.estimators.pass_at_k`, mean over problems."""
+
     def update(self, correct: Sequence[bool]) -> None:
         """Add a problem by the verdicts (n) of its samples."""
         self.add(pass_at_k(len(correct), sum(map(bool, correct)), self.k))
 
 
-class MajAtK(ProblemMean):
-    """`grpo_lit.evaluation.estimators.maj_at_k`, mean over problems.
-
-    Args:
-        k: number of votes.
-    """
-
-    def __init__(self, k: int, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.k = k
+class MajAtK(ProblemMeanAtK):
+    """`grpo_lit.evaluation.estimators.maj_at_k`, mean over problems."""
 
     def update(self, classes: Sequence[int | None], right_classes: Collection[int]) -> None:
         """Add a problem by the equivalence classes (n) of its samples' answers and those that are right."""
         self.add(maj_at_k(classes, right_classes, self.k))
 
 
-class AvgAtK(ProblemMean):
+class AvgAtK(ProblemMeanAtK):
     """Mean accuracy over k samples (avg@k; pass@1 from k samples), mean over problems."""
-
-    def __init__(self, k: int, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.k = k
 
     def update(self, correct: Sequence[bool]) -> None:
         """Add a problem by the verdicts (n) of its samples."""
@@ -93,8 +83,6 @@ class FormatRate(ProblemMean):
 class UnparsableRate(ProblemMean):
     """Share of samples without a readable final answer, mean over problems."""
 
-    higher_is_better = False
-
     def update(self, unparsable: Sequence[bool]) -> None:
         """Add a problem by whether each of its samples (n) had no readable answer."""
         self.add(avg_at_k(unparsable, 1))
@@ -102,8 +90,6 @@ class UnparsableRate(ProblemMean):
 
 class TruncationRate(ProblemMean):
     """Share of samples cut at the length limit, mean over problems."""
-
-    higher_is_better = False
 
     def update(self, truncated: Sequence[bool]) -> None:
         """Add a problem by whether each of its samples (n) was cut."""
@@ -113,8 +99,6 @@ class TruncationRate(ProblemMean):
 class MeanLength(ProblemMean):
     """Tokens per completion, EOS included, mean over problems."""
 
-    higher_is_better = None
-
     def update(self, lengths: Sequence[int]) -> None:
         """Add a problem by the tokens of its samples (n)."""
         self.add(sum(lengths) / len(lengths))
@@ -123,8 +107,6 @@ class MeanLength(ProblemMean):
 class MedianLength(Metric):
     """Median number of tokens over all completions; NaN before the first."""
 
-    is_differentiable = False
-    higher_is_better = None
     full_state_update = False
     lengths: list[Tensor]
 
@@ -145,8 +127,6 @@ class MedianLength(Metric):
 class TokensPerCorrect(Metric):
     """Tokens spent on all completions for each right one; infinite where none is right."""
 
-    is_differentiable = False
-    higher_is_better = False
     full_state_update = False
     tokens: Tensor
     right: Tensor

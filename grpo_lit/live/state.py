@@ -72,12 +72,6 @@ class LiveState:
                 "units": UNITS[channel],
             }
 
-    def last(self, channel: str) -> dict[str, Any] | None:
-        """The newest record, if any."""
-        with self._lock:
-            records = self._records[channel]
-            return dict(records[-1]) if records else None
-
 
 def _finite(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):

@@ -6,7 +6,6 @@ or has just run out, and where the file would be too large to open.
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections.abc import Callable
@@ -264,15 +263,3 @@ class TraceControl:
             with suppress(RuntimeError):
                 profiler.stop()
         self.state, self.message = "failed", message
-
-
-def trace_events(file: Path) -> int:
-    """Number of events of a Chrome trace; reads it as the viewers do.
-
-    Raises:
-        ValueError: no such trace.
-    """
-    events = json.loads(file.read_text(encoding="utf-8")).get("traceEvents")
-    if not isinstance(events, list):
-        raise ValueError(f"{file}: no traceEvents")
-    return len(events)
