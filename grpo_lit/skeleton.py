@@ -7,6 +7,7 @@ import logging
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from grpo_lit.base_model import DTYPES
 from grpo_lit.errors import UserError
 from grpo_lit.lora import LoRAConfig, inject_lora, lora_layers
 from grpo_lit.model_source import load_model_config, resolve_model_source
@@ -25,7 +26,7 @@ def build_skeleton(policy: PolicyConfig, *, argument: str = "model.policy.path")
     try:
         with torch.device("meta"):
             model: PreTrainedModel = AutoModelForCausalLM.from_config(
-                config, attn_implementation=policy.attn_implementation
+                config, dtype=DTYPES[policy.dtype], attn_implementation=policy.attn_implementation
             )
     except (ValueError, ImportError) as error:
         text = " ".join(str(error).split())[:200]
