@@ -110,7 +110,9 @@ def test_select_cuts_padding_and_concat_restores_it(tiny_llama: Path) -> None:
     row = rollout.select(torch.tensor([2]))
     assert row.prompt_ids.shape[1] == 1
     assert row.completion_ids.shape[1] == int(rollout.lengths[2])
-    joined = Rollout.concat([rollout.select(torch.tensor([i])) for i in range(rollout.num_rows)])
+    none = rollout.select(torch.empty(0, dtype=torch.long))  # what a rank without rows holds
+    assert (none.num_rows, none.prompt_ids.shape, none.completion_ids.shape) == (0, (0, 1), (0, 1))
+    joined = Rollout.concat([none, *(rollout.select(torch.tensor([i])) for i in range(rollout.num_rows))])
     assert torch.equal(joined.prompt_mask, rollout.prompt_mask)
     assert torch.equal(joined.completion_mask, rollout.completion_mask)
     assert torch.equal(joined.logprobs, rollout.logprobs)
