@@ -36,14 +36,13 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from grpo_lit.adapter_config import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_adapter_config
 from grpo_lit.errors import UserError
 from grpo_lit.files import write_whole, writing
 from grpo_lit.kernels.lora_linear import lora_linear
 from grpo_lit.kernels.nf4 import Nf4Weight
 
 DEFAULT_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
-ADAPTER_WEIGHTS = "adapter_model.safetensors"
-ADAPTER_CONFIG = "adapter_config.json"
 _PEFT_PREFIX = "base_model.model."
 _FEW_ROWS = 64  # up to here, decoding: bitsandbytes' own products are as fast
 
@@ -271,50 +270,6 @@ def save_adapter(model: nn.Module, folder: str | Path, *, base_model: str) -> No
         finally:
             tmp.unlink(missing_ok=True)
     write_whole(folder / ADAPTER_CONFIG, json.dumps(config, indent=2) + "\n")
-
-
-# What PEFT can put into an adapter besides A and B at one rank and scale.
-_BEYOND_LORA = (
-    *("use_dora", "bias", "lora_bias", "modules_to_save", "rank_pattern", "alpha_pattern", "layer_replication"),
-    *("trainable_token_indices", "target_parameters"),
-)
-
-
-def read_adapter_config(folder: str | Path, *, argument: str) -> dict[str, Any]:
-    """Read ``adapter_config.json`` of a PEFT LoRA folder.
-
-    Returns:
-        Its keys; ``target_modules`` as the last parts of names, ``lora_alpha`` so that alpha / r is the scale, which
-        rank-stabilized adapters (2312.03732) have as alpha / sqrt(r).
-
-    Raises:
-        UserError: the folder holds no LoRA adapter, or one with parts that plain LoRA does not have.
-    """
-    path = Path(folder) / ADAPTER_CONFIG
-    if not path.is_file():
-        raise UserError(argument, str(folder), f"a PEFT adapter folder with {ADAPTER_CONFIG}")
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(argument, str(folder), f"an adapter whose {ADAPTER_CONFIG} can be read") from error
-    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
-        raise UserError(argument, str(folder), "an adapter whose peft_type is LORA")
-    if missing := [key for key in ("r", "lora_alpha", "target_modules") if key not in config]:
-        raise UserError(argument, str(folder), f"an adapter whose {ADAPTER_CONFIG} has {', '.join(missing)}")
-    for key in ("r", "lora_alpha"):
-        if not isinstance(config[key], (int, float)) or not 0 < config[key] < float("inf"):
-            raise UserError(argument, str(folder), f"an adapter whose {ADAPTER_CONFIG} has a number above 0 as {key}")
-    if beyond := [key for key in _BEYOND_LORA if config.get(key) not in (None, False, "none", [], {})]:
-        accepted = (
-            f"an adapter of plain LoRA, without {beyond[0]}: merge it into its base with PEFT and give that model"
-        )
-        raise UserError(argument, str(folder), accepted)
-    if not isinstance(config["target_modules"], list):
-        raise UserError(argument, str(folder), "an adapter whose target_modules are listed by name")
-    config["target_modules"] = sorted({str(name).rpartition(".")[2] for name in config["target_modules"]})
-    if config.get("use_rslora"):
-        config["lora_alpha"] *= math.sqrt(config["r"])
-    return config
 
 
 def load_adapter(model: nn.Module, folder: str | Path, *, argument: str = "adapter") -> None:

@@ -9,6 +9,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
+from grpo_lit.adapter_config import read_adapter_config
 from grpo_lit.base_model import quantize_nf4
 from grpo_lit.errors import UserError
 from grpo_lit.kernels import lora_linear
@@ -20,7 +21,6 @@ from grpo_lit.lora import (
     load_adapter,
     lora_layers,
     merge_lora,
-    read_adapter_config,
     save_adapter,
 )
 
@@ -146,12 +146,34 @@ def test_an_adapter_that_peft_made_is_read_as_peft_reads_it(
 
 
 @pytest.mark.parametrize(
+    "settings",
+    [{"target_modules": r".*\.(q|v)_proj"}, {"target_modules": "all-linear", "exclude_modules": ["down_proj"]}],
+    ids=["an expression", "all but some"],
+)
+def test_layers_of_an_adapter_are_those_that_have_weights(
+    settings: dict[str, object], tiny_llama: Path, tmp_path: Path
+) -> None:
+    peft = pytest.importorskip("peft", reason="peft writes the folder; it is in the test extra")
+    theirs = peft.get_peft_model(load(tiny_llama), peft.LoraConfig(r=4, lora_alpha=8, **settings))
+    for name, weights in theirs.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weights, std=0.2)
+    theirs.save_pretrained(tmp_path)
+    ours = load(tiny_llama)
+    load_adapter(ours, tmp_path)
+    assert (logits(ours) - logits(load(tiny_llama))).abs().max() > 0.1
+    assert torch.allclose(logits(theirs), logits(ours), atol=1e-5)
+
+
+@pytest.mark.parametrize(
     ("settings", "words"),
     [
         ({"use_dora": True}, "without use_dora"),
         ({"modules_to_save": ["lm_head"]}, "without modules_to_save"),
         ({"rank_pattern": {"q_proj": 8}}, "without rank_pattern"),
         ({"bias": "all"}, "without bias"),
+        ({"layers_to_transform": [0]}, "without layers_to_transform"),
+        ({"init_lora_weights": "pissa"}, "unchanged base, not one of pissa"),
         ({"target_modules": ".*q_proj"}, "listed by name"),
     ],
     ids=str,

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import GenerationConfig, LogitsProcessorList, TextStreamer
 
+from grpo_lit.adapter_config import read_adapter_config
 from grpo_lit.cli.parser import CLIParser
 from grpo_lit.cli.train import quiet_third_parties
 from grpo_lit.datamodules.readers import read_text
@@ -28,7 +29,6 @@ from grpo_lit.evaluation.models import (
     positions_of,
     resolve_model,
 )
-from grpo_lit.lora import read_adapter_config
 from grpo_lit.policy import Policy, PolicyConfig
 from grpo_lit.prompts import Message, PromptEncoder
 from grpo_lit.rollout import RolloutConfig, SamplingConfig, SeededSampler, build_engine, row_keys, uniforms

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 import yaml
 
+from grpo_lit.adapter_config import ADAPTER_WEIGHTS, read_adapter_config
 from grpo_lit.checkpoint import KEY, check_compatible, read_checkpoint
 from grpo_lit.errors import SystemFault, UserError, typed_names
 from grpo_lit.evaluation.config import ModelEntry
-from grpo_lit.lora import ADAPTER_WEIGHTS, LoRAConfig, load_adapter, read_adapter_config
+from grpo_lit.lora import LoRAConfig, load_adapter
 from grpo_lit.model_source import load_model_config, resolve_model_source
 from grpo_lit.policy import Policy, PolicyConfig, load_policy
 from grpo_lit.prompts import PromptEncoder, load_tokenizer

@@ -26,8 +26,9 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
+from grpo_lit.adapter_config import read_adapter_config
 from grpo_lit.errors import SystemFault, UserError
-from grpo_lit.lora import lora_layers, read_adapter_config
+from grpo_lit.lora import lora_layers
 from grpo_lit.policy import Policy
 from grpo_lit.prompts import PromptEncoder
 from grpo_lit.rollout.base import Progress, Rollout, RolloutConfig, SamplingConfig, check_lengths, left_pad
