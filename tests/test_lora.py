@@ -128,33 +128,20 @@ def test_peft_loads_the_folder_and_agrees(name: str, tmp_path: Path, request: py
     assert torch.equal(logits(again), logits(model))
 
 
-@pytest.mark.parametrize("settings", [{}, {"use_rslora": True}, {"target_modules": "all-linear"}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *({}, {"use_rslora": True}, {"target_modules": "all-linear"}, {"target_modules": r".*\.(q|v)_proj"}),
+        {"target_modules": "all-linear", "exclude_modules": ["down_proj"]},
+    ],
+    ids=str,
+)
 def test_an_adapter_that_peft_made_is_read_as_peft_reads_it(
     settings: dict[str, object], tiny_llama: Path, tmp_path: Path
 ) -> None:
     peft = pytest.importorskip("peft", reason="peft makes the adapter; it is in the test extra")
     given = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
     theirs = peft.get_peft_model(load(tiny_llama), peft.LoraConfig(**{**given, **settings})).eval()
-    for name, weights in theirs.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(weights, std=0.2)
-    theirs.save_pretrained(tmp_path)
-    ours = load(tiny_llama)
-    load_adapter(ours, tmp_path)
-    assert (logits(ours) - logits(load(tiny_llama))).abs().max() > 0.1
-    assert torch.allclose(logits(theirs), logits(ours), atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [{"target_modules": r".*\.(q|v)_proj"}, {"target_modules": "all-linear", "exclude_modules": ["down_proj"]}],
-    ids=["an expression", "all but some"],
-)
-def test_layers_of_an_adapter_are_those_that_have_weights(
-    settings: dict[str, object], tiny_llama: Path, tmp_path: Path
-) -> None:
-    peft = pytest.importorskip("peft", reason="peft writes the folder; it is in the test extra")
-    theirs = peft.get_peft_model(load(tiny_llama), peft.LoraConfig(r=4, lora_alpha=8, **settings))
     for name, weights in theirs.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(weights, std=0.2)
