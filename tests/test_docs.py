@@ -32,6 +32,9 @@ def documented(key: str, text: str) -> bool:
     return False
 
 
+EXTRA_CALLBACKS = ("AdaptiveMicroBatch", "AutoCheckpointing", "EntropyMask", "TargetProbability", "VRAMProfiler")
+
+
 def test_every_metric_of_a_run_is_in_the_glossary(tmp_path: Path, grpo_lit_command: Callable[..., object]) -> None:
     root = tmp_path / "run"
     grpo_lit_command(
@@ -43,9 +46,13 @@ def test_every_metric_of_a_run_is_in_the_glossary(tmp_path: Path, grpo_lit_comma
         "--model.loss.beta=0.01",
         "--data.prompts_per_step=4",
         "--data.val_prompts=4",
+        "--model.rollout.refill_rounds=1",
+        "--model.policy.gradient_checkpointing=auto",
+        *(f"--trainer.callbacks+=grpo_lit.callbacks.{name}" for name in EXTRA_CALLBACKS),
     )
     keys = {key for line in (root / "metrics.jsonl").read_text().splitlines() for key in json.loads(line)}
-    assert {"train/loss", "train/ref_kl", "val/accuracy", "perf/rollout_s"} <= keys
+    assert {"train/loss", "train/ref_kl", "val/accuracy", "perf/rollout_s", "rollout/refill_rounds"} <= keys
+    assert {"train/entropy_mask_kept", "micro_batch/tokens", "val/target_probability"} <= keys
     text = (DOCS / "metrics.md").read_text(encoding="utf-8")
     missing = sorted(key for key in keys if not documented(key, text))
     assert not missing
