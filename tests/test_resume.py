@@ -7,7 +7,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,11 +19,23 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from grpo_lit.callbacks.metrics_file import without_timings
 
 STEPS = 8
-
-
-def start(arguments: Sequence[str], cwd: Path) -> subprocess.Popen[bytes]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    return subprocess.Popen([sys.executable, "-m", "grpo_lit", *arguments], cwd=cwd, env=environment)
+OPTIONS = (
+    '--data.dataset_options={"high": 4}',
+    "--data.val_prompts=5",
+    "--model.rollout.sampling.max_completion_length=3",
+    "--model.validation.sampling={temperature: 1.0, max_completion_length: 3}",
+    "--model.rewards=[math_accuracy, think_format]",
+    "--model.length_penalty=0.1",
+    "--model.ppo_passes=2",
+    "--model.micro_batch_size=5",
+    "--model.optimizer=AdamW",
+    "--model.optimizer.lr=0.01",
+    "--model.lr_schedule.name=cosine",
+    f"--trainer.max_steps={2 * STEPS}",
+    "--trainer.val_check_interval=3",
+)
+Fit = Callable[..., Sequence[str]]
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 def metrics(root: Path) -> list[dict[str, Any]]:
@@ -42,39 +53,12 @@ def prompts(root: Path) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> Path:
+def undisturbed(
+    tmp_path_factory: pytest.TempPathFactory, _forks: Callable[..., Any], fit_arguments: Fit, tiny_llama: Path
+) -> Path:
     root = tmp_path_factory.mktemp("undisturbed")
-    assert start(arguments(tiny_llama, root), root).wait(240) == 0
+    assert _forks(fit_arguments(tiny_llama, root, *OPTIONS), root, dict(os.environ)).wait() == 0
     return root
-
-
-def arguments(model: Path, root: Path) -> list[str]:
-    return [
-        "fit",
-        f"--model.policy.path={model}",
-        "--model.policy.dtype=fp32",
-        "--data=MathDataModule",
-        "--data.dataset=arithmetic",
-        '--data.dataset_options={"high": 4}',
-        "--data.prompt_template={question}=",
-        "--data.prompts_per_step=4",
-        "--data.val_prompts=5",
-        "--model.rollout.group_size=4",
-        "--model.rollout.sampling.max_completion_length=3",
-        "--model.validation.sampling={temperature: 1.0, max_completion_length: 3}",
-        "--model.rewards=[math_accuracy, think_format]",
-        "--model.length_penalty=0.1",
-        "--model.lora.rank=4",
-        "--model.ppo_passes=2",
-        "--model.micro_batch_size=5",
-        "--model.optimizer=AdamW",
-        "--model.optimizer.lr=0.01",
-        "--model.lr_schedule.name=cosine",
-        "--trainer.accelerator=cpu",
-        f"--trainer.default_root_dir={root}",
-        f"--trainer.max_steps={2 * STEPS}",
-        "--trainer.val_check_interval=3",
-    ]
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
@@ -82,22 +66,24 @@ def arguments(model: Path, root: Path) -> list[str]:
 def test_killed_at_a_random_moment_and_resumed(
     seed: int,
     start_grpo_lit: Callable[..., Any],
-    grpo_lit_command: Callable[..., subprocess.CompletedProcess[str]],
+    grpo_lit_command: Run,
+    fit_arguments: Fit,
     undisturbed: Path,
     tiny_llama: Path,
     tmp_path: Path,
 ) -> None:
     draw = random.Random(seed)
     root = tmp_path / "run"
-    process = start_grpo_lit(*arguments(tiny_llama, root))
-    after = draw.randint(1, STEPS - 2)
+    arguments = fit_arguments(tiny_llama, root, *OPTIONS)
+    process = start_grpo_lit(*arguments)
+    after = draw.randint(2, STEPS - 2)  # there is a checkpoint by then
     while not (root / "completions" / f"step_{after:06d}.jsonl").exists():
         assert process.poll() is None, "the run ended early"
         time.sleep(0.005)
     time.sleep(draw.uniform(0, 0.25))
     process.send_signal(signal.SIGKILL)
     process.wait()
-    resumed = grpo_lit_command(*arguments(tiny_llama, root), "--ckpt_path", "last")
+    resumed = grpo_lit_command(*arguments, "--ckpt_path", "last")
     assert resumed.returncode == 0, resumed.stderr
     assert metrics(root) == metrics(undisturbed)
     assert prompts(root) == prompts(undisturbed)
@@ -142,22 +128,10 @@ def test_run_folder_has_everything(undisturbed: Path) -> None:
     assert torch.load(best[0], weights_only=True)["grpo_lit"]["rollout_step"] == top
 
 
-Run = Callable[..., "subprocess.CompletedProcess[str]"]
-
-
 @pytest.mark.faults
 def test_checkpoint_of_another_model_is_refused_before_loading(
-    undisturbed: Path, tiny_gpt2: Path, tiny_llama: Path, grpo_lit_command: Run
+    undisturbed: Path, tiny_gpt2: Path, tiny_llama: Path, fit_arguments: Fit, refused: Callable[..., None]
 ) -> None:
-    checkpoint = str(undisturbed / "checkpoints/last.ckpt")
-    base = arguments(tiny_llama, undisturbed)
-    other = [*base, f"--model.policy.path={tiny_gpt2}", "--model.lora.targets=[c_attn]"]
-    for extra, words in (
-        ([*other, f"--ckpt_path={checkpoint}"], "base model"),
-        ([*base, "--model.lora.rank=8", f"--ckpt_path={checkpoint}"], "LoRA section"),
-    ):
-        result = grpo_lit_command(*extra)
-        assert result.returncode == 2, result.stderr
-        assert len(result.stderr.strip().splitlines()) == 1
-        assert "ckpt_path" in result.stderr
-        assert words in result.stderr
+    base = fit_arguments(tiny_llama, "run", *OPTIONS, f"--ckpt_path={undisturbed / 'checkpoints/last.ckpt'}")
+    refused([*base, f"--model.policy.path={tiny_gpt2}", "--model.lora.targets=[c_attn]"], "ckpt_path", "base model")
+    refused([*base, "--model.lora.rank=8"], "ckpt_path", "LoRA section")

@@ -7,7 +7,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -127,7 +126,7 @@ def test_cache_killed_ten_times_ends_the_same(
 
 
 def test_first_epoch_is_the_low_entropy_half_on_one_rank_and_on_two(
-    cache: Path, grpo_lit_command: Run, tiny_llama: Path, tmp_path: Path
+    cache: Path, grpo_lit_command: Run, two_ranks: Run, tiny_llama: Path, tmp_path: Path
 ) -> None:
     order = [entry["index"] for entry in entries(cache)]
     one = tmp_path / "one"
@@ -137,10 +136,7 @@ def test_first_epoch_is_the_low_entropy_half_on_one_rank_and_on_two(
     assert sum(steps[:4], []) == order[:15]
     assert sum(steps[4:], []) == order[15:]
     two = tmp_path / "two"
-    ranks = ["--trainer.devices=2", "--trainer.strategy=ddp"]
-    command = [sys.executable, "-m", "grpo_lit", *fit_arguments(tiny_llama, cache, two, *ranks)]
-    result = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=200)
-    assert result.returncode == 0, result.stderr[-2000:]
+    passed(two_ranks(*fit_arguments(tiny_llama, cache, two)))
     assert served(two) == steps
 
 
@@ -152,7 +148,7 @@ def test_five_kills_and_still_each_prompt_once_an_epoch(
     order = [entry["index"] for entry in entries(cache)]
     draw, root = random.Random(3), tmp_path / "run"
     run = fit_arguments(tiny_llama, cache, root, "--trainer.max_steps=8")
-    for kill, after in enumerate((1, 2, 4, 5, 7)):
+    for kill, after in enumerate((2, 3, 4, 6, 7)):  # the first leaves a checkpoint, of step 1 at least
         more = ["--ckpt_path=last"] if kill else []
         command = start_grpo_lit(*run, *more)
         limit = time.monotonic() + 60
