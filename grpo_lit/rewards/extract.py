@@ -57,7 +57,8 @@ _ALTERING = (
 )
 _JOINING = (
     r"(?:[a-zA-Z]+ )?(?:or|nor|to)|(?:out )?of|and|through|by|but|plus|times|mod|xor|vs|versus|unless|instead|rather"
-    r"|maybe|perhaps|possibly|even|also|either"
+    r"|maybe|perhaps|possibly|even|also|either|x(?= ?\$?[0-9])|multiplied|divided|modulo|choose|less|increased"
+    r"|decreased|reduced|added|subtracted|take away"
 )
 _VALUE = r"[\d\uE000-\uF8FF]"  # a digit, or mathematics, for which a character of the private area stands
 _RUN = re.compile(
@@ -84,6 +85,7 @@ _LOOSE_JOINT = re.compile(
     r"(?:.*[^a-zA-Z])?(?:and|or|,|;)(?:[a-zA-Z](?:_?[0-9])?(?:\([a-z]\))?=)?", re.IGNORECASE | re.DOTALL
 )
 _RETRACTION = re.compile(r"[\W_]*(?:wait|actually|hmm+|oops|sorry|scratch that|correction|no(?=[,.:!;]))\b", re.I)
+_REASON = re.compile(r"(?<=[0-9$)}%*a-z]),?\s+(?:since|because|given that|which)\b", re.IGNORECASE)
 _OPENING = re.compile(r"(yes|no|true|false)\b", re.IGNORECASE)
 _SECOND_THOUGHTS = re.compile(r"\b(?:wait|actually|no|not|but|then|hmm|instead|correct|mistake|sorry|rather)\b", re.I)
 
@@ -243,6 +245,9 @@ def _from_prose(text: str) -> Extraction:
             return _from_prose(rest)  # The answer is 13. Wait, no: 12.
         if re.fullmatch(r"\(?[A-J]\)?", sentence):
             return _found(tail[:200], "phrase")  # with what follows the letter: perhaps the other options
+        reason = _REASON.search(sentence)
+        if reason and re.search("[0-9]", sentence[: reason.start()]):
+            sentence = sentence[: reason.start()]  # 43, since 42 is even
         # "answer is to your question: the total is 5" holds its answer at the end, as any sentence does.
         candidate = sentence if not _is_sentence(sentence) else _last_value(sentence) or sentence
         return _found(candidate, "phrase")

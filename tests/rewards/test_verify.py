@@ -286,6 +286,22 @@ FOUND: list[Case] = [
     ("8", "The answer is 8. No, that is 2 less than it should be, 10.", False),
     ("8", "The answer is 8. No other number will do.", True),
     ("8", "The answer is 8. Actually, no need to check.", True),
+    *(
+        ("43", f"The answer is 43{text}", True)
+        for text in (", since 42 is even.", " apples because 42+1 = 43.", ", which is 1 more.")
+    ),
+    *(
+        ("42", f"The answer is 43{text}", False)
+        for text in (", since 42 is even.", " => 42 + 1", " because it isn't 42.")
+    ),
+    *(("42", text, False) for text in ("42 => 43", r"\boxed{42 => 43}", "The answer is 42 or more, since 41 is odd.")),
+    *(("42", text, True) for text in ("So 6 x 7 = 42.", "That makes 6 x 7 = 42 apples.", "The value of x = 42.")),
+    *(
+        ("2", f"It is 3 {text} 2.", False)
+        for text in ("x", "X", "multiplied by", "divided by", "modulo", "increased by", "less")
+    ),
+    *(("1000", text, False) for text in ("It is 6 x 1000.", "It is 3.2 x 10^3.")),
+    *(("3200", text, True) for text in ("3.2 x 10^3", r"\boxed{3.2x10^{3}}", "It is 3.2 X 10^3.")),
     *((r"\emptyset", rf"\boxed{{{text}}}", True) for text in (r"\varnothing", "∅", r"\{\}", r"\{ \}")),
     *((r"\emptyset", rf"\boxed{{{text}}}", False) for text in ("0", r"\{0\}", "")),
     *(
