@@ -9,6 +9,7 @@ import copy
 import functools
 import importlib.util
 import re
+import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,8 @@ def resolve_model_source(spec: str, *, argument: str = "model.policy.path") -> M
     Raises:
         UserError: no such package, folder or file, or the folder is not a model.
     """
+    if not spec:
+        raise UserError(argument, spec, _ACCEPTED)
     path = _package_path(spec, argument) if spec.startswith(PACKAGE_SCHEME) else Path(spec).expanduser()
     if path.is_file():
         if path.suffix == ".gguf":
@@ -105,7 +108,7 @@ def load_model_config(source: ModelSource, *, argument: str = "model.policy.path
             config = copy.deepcopy(_gguf_config(source.location, source.gguf_file, state.st_mtime_ns, state.st_size))
         else:
             config = AutoConfig.from_pretrained(source.location)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, struct.error) as error:  # the last of a GGUF file that is cut off
         if (fault := unreachable(source, argument, error)) is not None:
             raise fault from error
         raise UserError(argument, source.spec, _ACCEPTED) from error

@@ -142,10 +142,9 @@ class GRPOModule(LightningModule):
 
     def _check_arguments(self) -> None:
         """What the types of the arguments leave open."""
-        if self.ppo_passes < 1:
-            raise UserError("model.ppo_passes", self.ppo_passes, "at least 1 optimizer step per rollout")
-        if self.micro_batch_size < 1:
-            raise UserError("model.micro_batch_size", self.micro_batch_size, "at least 1 row")
+        for name, least in (("ppo_passes", 1), ("micro_batch_size", 1), ("log_completions", 0)):
+            if (number := getattr(self, name)) < least:
+                raise UserError(f"model.{name}", number, f"a whole number of at least {least}")
         if self.score_batch_size is not None and self.score_batch_size < 1:
             raise UserError("model.score_batch_size", self.score_batch_size, "at least 1 row, or null")
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:

@@ -136,6 +136,7 @@ def _with_suggestion(parser: LightningArgumentParser, message: str) -> str:
             names |= {f"{section}.{key}": f"{section}.{key}" for key in keys}
         elif keys <= {name.partition(".")[0] for name in accepted}:  # the section's own parser
             names = {name: f"{section}.{name}" for name in accepted}
+            message = message.replace(f"'{unknown}'", f"'{section}.{unknown}'")
     close = difflib.get_close_matches(unknown, list(names), n=1, cutoff=0.5)
     hint = f"did you mean {names[close[0]]}?" if close else "--help lists what is accepted"
     return f"unknown argument {unknown} ({message.rstrip('.')}); {hint}"

@@ -250,8 +250,8 @@ def _out_of_memory(error: torch.OutOfMemoryError) -> SystemFault:
 def start_text(cli: GRPOCLI, root: Path, ckpt: Path | None) -> str:
     """What is about to happen: model, batch arithmetic, where it is written."""
     module, data, trainer = cli.model, cli.datamodule, cli.trainer
-    prompts, group = data.prompts_per_step, module.rollout_config.group_size
     train, val = data.load()
+    prompts, group = min(data.prompts_per_step, data.num_train_prompts), module.rollout_config.group_size
     allocator = build_allocator(module.rollout_config, prompts, 0)
     rows = allocator.budget()
     each = f"{group} completions per prompt" if module.rollout_config.allocator == "uniform" else "VIGOR rounds"
@@ -274,6 +274,10 @@ def start_text(cli: GRPOCLI, root: Path, ckpt: Path | None) -> str:
         lines.append("device: the CPU; 4-bit weights are made for a GPU, and a step here can take many minutes")
     if trainer.num_nodes > 1:
         lines.append(f"ranks: {trainer.world_size} on {trainer.num_nodes} nodes; begins when all of them are started")
+    if prompts < data.prompts_per_step:
+        lines.append(
+            f"note: data.prompts_per_step={data.prompts_per_step}, of {prompts} prompts; a step takes them all"
+        )
     if (note := allocator.budget_note()) is not None:
         lines.append(note)
     return "\n".join(lines)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 from lightning.pytorch import LightningDataModule
@@ -168,6 +169,8 @@ class MathDataModule(LightningDataModule):
 
     def _load_val(self) -> list[Row]:
         path = self.val_path or (self.path if self.val_dataset is None else None)
+        if self.val_split is not None and path == self.path is not None and Path(path).expanduser().is_file():
+            raise UserError("data.val_split", self.val_split, "null with one file: data.val_path names another")
         return load_rows(
             self.val_dataset or self.dataset,
             split=self.val_split,

@@ -146,6 +146,7 @@ def accepted_arguments(function: RewardFunction, name: str, offered: Mapping[str
     keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     named = {p.name: p for p in parameters if p.kind in keyword}
     missing = [key for key, p in named.items() if p.default is p.empty and key not in offered]
+    missing += [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty]  # given by name
     if missing:
         accepted = f"functions of prompts, completions and columns; it needs {missing[0]!r}, there are: "
         raise UserError("model.rewards", name, accepted + ", ".join(offered))
