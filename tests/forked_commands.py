@@ -63,7 +63,7 @@ if __name__ == "__main__":
         ),
         *(
             f"grpo_lit.cli.{command}"
-            for command in ("check", "compare", "evaluate", "export", "generate", "sent", "train")
+            for command in ("check", "compare", "evaluate", "export", "generate", "sent", "train", "tune")
         ),
     ):
         importlib.import_module(name)

@@ -7,8 +7,8 @@ import json
 import random
 import re
 import shutil
-import subprocess
-import sys
+import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,9 +38,13 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.name not in CLOCKED}
 
 
-def evaluate(run: Path, output: Path, *extra: str) -> int:
+def arguments(run: Path, output: Path | str, *extra: str) -> list[str]:
     common = ["--samples=3", "--limit=7", "--batch_size=6", "--temperature=1.0", "--top_p=1.0", "--device=cpu"]
-    return main(["evaluate", f"--run={run}", f"--output={output}", "--cpu_threads=1", *common, *extra])
+    return ["evaluate", f"--run={run}", f"--output={output}", "--cpu_threads=1", *common, *extra]
+
+
+def evaluate(*given: Any) -> int:
+    return main(arguments(*given))
 
 
 @pytest.fixture(scope="module")
@@ -128,17 +132,30 @@ def test_cut_anywhere_the_files_come_out_the_same(evaluated: Path, finished_run:
 
 
 @pytest.mark.faults
-def test_killed_at_ten_random_points_and_resumed(evaluated: Path, finished_run: Path, tmp_path: Path) -> None:
-    worker = Path(__file__).with_name("kill_worker.py")
-    result = subprocess.run(
-        [sys.executable, str(worker), str(finished_run), str(tmp_path / "results"), "10"],
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
-    kills = json.loads(result.stdout.splitlines()[-1])
-    assert len(kills) == 10
+def test_killed_at_ten_random_points_and_resumed(
+    evaluated: Path, finished_run: Path, start_grpo_lit: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Kills come after so many bytes of verdicts: by the work done, not by the clock, where other programs run too."""
+    output, draw, kills, whole = tmp_path / "results", random.Random(7), [], 0
+    verdicts = output / "verdicts.jsonl"
+
+    def written() -> int:
+        return verdicts.stat().st_size if verdicts.exists() else 0
+
+    while len(kills) < 10:
+        goal, delay = written() + draw.randrange(900), draw.uniform(0, 0.05)
+        command = start_grpo_lit(*arguments(finished_run, output))
+        while written() < goal and command.poll() is None:
+            time.sleep(0.001)
+        time.sleep(delay)
+        command.send_signal(signal.SIGKILL)
+        if command.wait() == 0:  # complete already: a result to compare as well, and the next kills hit a new one
+            whole += 1
+            output.rename(f"{output}.{whole}")
+            continue
+        assert command.wait() == -signal.SIGKILL, command.read()
+        kills.append(written())
+    assert evaluate(finished_run, output) == 0
     assert len(set(kills)) > 3, f"the kills came at different amounts of work: {kills}"
     finished = sorted(tmp_path.glob("results*"))
     assert all(contents(folder) == contents(evaluated) for folder in finished), finished
@@ -165,13 +182,6 @@ def test_a_cell_without_an_answer_binds_nobody(tmp_path: Path) -> None:
         store.check_cell("base/held_out/sampled", {"engine": "hf"})
         with pytest.raises(UserError, match="made with other engine"):
             store.check_cell("base/held_out/sampled", {"engine": "vllm"})
-
-
-def test_output_that_is_a_file(finished_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "file").write_text("kept")
-    assert evaluate(finished_run, tmp_path / "file", "--limit=2") == 2
-    assert "accepted is a folder" in capsys.readouterr().err
-    assert (tmp_path / "file").read_text() == "kept"
 
 
 def test_overwrite_keeps_the_earlier_results_aside(finished_run: Path, tmp_path: Path) -> None:
@@ -227,24 +237,35 @@ def test_final_test_set_may_not_select(
         (['--models={"x": {"adapter": "missing"}}'], ["models.x.adapter", "adapter_config.json"]),
         (['--models={"a b": {"path": "p"}}'], ["models='a b'"]),
         (['--datasets={"x": {"name": "nothing"}}'], ["nothing"]),
+        (['--models={"x": {"path": "p", "dtype": "float32"}}'], ["models.x.dtype: got float32"]),
+        (['--models={"x": {"pth": "p"}}'], ["models.x.pth", "did you mean models.x.path?"]),
+        (["--datasets.x.limit=many"], ["datasets.x.limit: got many"]),
         (['--datasets={"x": {"name": "custom", "path": "missing.jsonl"}}'], ["datasets.x.path", "missing.jsonl"]),
         (["--config=missing"], ["--config", "missing"]),
     ],
 )
 def test_mistakes_end_in_one_line_before_loading(
-    extra: list[str],
-    words: list[str],
-    finished_run: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    extra: list[str], words: list[str], finished_run: Path, refused: Callable[..., None]
 ) -> None:
-    monkeypatch.setattr("grpo_lit.evaluation.runner.load_model", None)
-    assert evaluate(finished_run, tmp_path / "results", *extra) == 2
-    error = capsys.readouterr().err
-    assert len(error.strip().splitlines()) == 1, error
-    for word in words:
-        assert word in error
+    refused(arguments(finished_run, "results", *extra), *words)
+
+
+def test_what_lies_over_the_base_is_checked_without_its_weights(
+    finished_run: Path, tiny_llama: Path, tiny_gpt2: Path, tmp_path: Path, refused: Callable[..., None]
+) -> None:
+    adapter = Path(shutil.copytree(finished_run / "adapter", tmp_path / "adapter"))
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    last = str(finished_run / "checkpoints" / "last.ckpt")
+
+    def refuse(changes: dict[str, Any], entry: dict[str, Any], *words: str) -> None:
+        (adapter / "adapter_config.json").write_text(json.dumps(config | changes))
+        refused(arguments(finished_run, "results", f"--models={json.dumps({'x': entry})}"), *words)
+
+    refuse({"base_model_name_or_path": None}, {"adapter": str(adapter)}, "models.x.path=None", "the base model")
+    refuse({"r": 7}, {"adapter": str(adapter), "path": str(tiny_llama)}, "models.x.adapter=", "tensors of its shapes")
+    refuse({}, {"ckpt_path": last, "path": str(tiny_gpt2)}, "models.x.ckpt_path=", "gpt2")
+    nothing = Path("~/no.ckpt").expanduser()
+    refuse({}, {"ckpt_path": "~/no.ckpt", "path": str(tiny_llama)}, f"models.x.ckpt_path='{nothing}'")
 
 
 def test_every_kind_of_model_loads_and_final_differs_from_base(finished_run: Path, tiny_llama: Path) -> None:
