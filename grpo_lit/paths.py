@@ -17,6 +17,8 @@ def output_folder(path: str | Path, argument: str) -> Path:
         UserError: it is a file, or lies under one.
     """
     folder = Path(path).expanduser()
+    if not str(path):
+        raise UserError(argument, "", "a folder, new or there")
     if (file := _file_in(folder)) is not None:
         raise UserError(argument, str(path), "a folder, new or there" + _because(file, folder))
     return folder
