@@ -99,6 +99,7 @@ def test_check_reports_length_gold_duplicates_and_overlap(
     (tmp_path / "val.jsonl").write_text(json.dumps({"question": STORY.replace("48", "50"), "answer": "75"}))
     own = ["--data.dataset=custom", f"--data.path={tmp_path / 'train.jsonl'}", "--data.max_prompt_length=180"]
     own += [f"--data.val_path={tmp_path / 'val.jsonl'}", "--model.rollout.sampling.max_completion_length=4"]
+    own += ["--model.validation.sampling.max_completion_length=4"]
     arguments = list(fit_arguments(tiny_llama, tmp_path / "run", *own))[1:]
     assert main(["check", *arguments]) == 0
     out = capsys.readouterr().out
