@@ -84,13 +84,7 @@ def cluster_bootstrap(
     Raises:
         UserError: no values, or a confidence that is no probability.
     """
-    _check_confidence(confidence)
-    scores = _as_scores(values, "values")
-    if (scores == scores[0]).all():
-        return _interval_of_equals(float(scores[0]), len(scores), confidence, 0.0)
-    means = _resampled_means(scores, num_resamples, seed)
-    low, high = np.percentile(means, [50 * (1 - confidence), 50 * (1 + confidence)])
-    return Interval(float(scores.mean()), float(low), float(high))
+    return _bootstrap(_as_scores(values, "values"), 0.0, confidence, num_resamples, seed)
 
 
 def paired_bootstrap(
@@ -110,15 +104,10 @@ def paired_bootstrap(
     Raises:
         UserError: different numbers of problems, or none.
     """
-    _check_confidence(confidence)
     one, other = _as_scores(first, "first"), _as_scores(second, "second")
     if len(one) != len(other):
         raise UserError("second", f"{len(other)} scores", f"one for each of the {len(one)} problems of the first")
-    if (one - other == one[0] - other[0]).all():
-        return _interval_of_equals(float(one[0] - other[0]), len(one), confidence, -1.0)
-    means = _resampled_means(one - other, num_resamples, seed)
-    low, high = np.percentile(means, [50 * (1 - confidence), 50 * (1 + confidence)])
-    return Interval(float((one - other).mean()), float(low), float(high))
+    return _bootstrap(one - other, -1.0, confidence, num_resamples, seed)
 
 
 def mcnemar_exact(only_first: int, only_second: int) -> float:
@@ -151,6 +140,18 @@ def compare_paired(
     only_first = sum(a and not b for a, b in zip(first_right, second_right, strict=True))
     only_second = sum(b and not a for a, b in zip(first_right, second_right, strict=True))
     return PairedResult(len(first), *interval, only_first, only_second, mcnemar_exact(only_first, only_second))
+
+
+def _bootstrap(
+    scores: NDArray[np.float64], lowest: float, confidence: float, num_resamples: int, seed: int
+) -> Interval:
+    """Percentile interval of the mean; `lowest` is the least that a score can be."""
+    _check_confidence(confidence)
+    if (scores == scores[0]).all():
+        return _interval_of_equals(float(scores[0]), len(scores), confidence, lowest)
+    means = _resampled_means(scores, num_resamples, seed)
+    low, high = np.percentile(means, [50 * (1 - confidence), 50 * (1 + confidence)])
+    return Interval(float(scores.mean()), float(low), float(high))
 
 
 def _interval_of_equals(value: float, num_problems: int, confidence: float, lowest: float) -> Interval:
