@@ -214,9 +214,13 @@ class AdaptiveMicroBatch(PhaseListener, Callback):
             return None
         return max(int((self._room - self._base) / self.bytes_per_token), 1)
 
-    def _apply(self, module: GRPOModule) -> None:
+    def _most_tokens(self) -> int:
+        """Of a micro-batch, padding included."""
         known = (self._ceiling_tokens, self._fitting(), self._tokens.bound)
-        module.micro_batch_tokens = max(min(tokens for tokens in known if tokens is not None), 1)
+        return max(min(tokens for tokens in known if tokens is not None), 1)
+
+    def _apply(self, module: GRPOModule) -> None:
+        module.micro_batch_tokens = self._most_tokens()
         module.score_batch_size = _smaller(self._score_rows.bound, self._configured[0])
         module.engine.batch_size = _smaller(self._rollout_rows.bound, self._configured[1])
 
@@ -226,8 +230,7 @@ class AdaptiveMicroBatch(PhaseListener, Callback):
     def step_metrics(self) -> dict[str, float]:
         """Sizes of the step that ends."""
         metrics = {"micro_batch/rows": float(self._largest[0]), "micro_batch/largest_tokens": float(self._largest[1])}
-        limits = [tokens for tokens in (self._ceiling_tokens, self._fitting(), self._tokens.bound) if tokens]
-        metrics["micro_batch/tokens"] = float(min(limits, default=0))
+        metrics["micro_batch/tokens"] = float(self._most_tokens())
         if self.bytes_per_token is not None:
             metrics["micro_batch/mib_per_1k_tokens"] = self.bytes_per_token * 1000 / 2**20
         return metrics
