@@ -169,7 +169,7 @@ class MathDataModule(LightningDataModule):
 
     def _load_val(self) -> list[Row]:
         path = self.val_path or (self.path if self.val_dataset is None else None)
-        if self.val_split is not None and path == self.path is not None and Path(path).expanduser().is_file():
+        if self.val_split and path and path == self.path and Path(path).expanduser().is_file():
             raise UserError("data.val_split", self.val_split, "null with one file: data.val_path names another")
         return load_rows(
             self.val_dataset or self.dataset,
