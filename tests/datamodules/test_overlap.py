@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -100,7 +101,10 @@ def test_check_reports_length_gold_duplicates_and_overlap(
     own = ["--data.dataset=custom", f"--data.path={tmp_path / 'train.jsonl'}", "--data.max_prompt_length=180"]
     own += [f"--data.val_path={tmp_path / 'val.jsonl'}", "--model.rollout.sampling.max_completion_length=4"]
     own += ["--model.validation.sampling.max_completion_length=4"]
-    arguments = list(fit_arguments(tiny_llama, tmp_path / "run", *own))[1:]
+    shutil.copytree(tiny_llama, tmp_path / "model")
+    config = json.loads((tiny_llama / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 256}))
+    arguments = list(fit_arguments(tmp_path / "model", tmp_path / "run", *own))[1:]
     assert main(["check", *arguments]) == 0
     out = capsys.readouterr().out
     assert "ok    data custom: 24 training prompts, 1 held out" in out
