@@ -192,7 +192,7 @@ def _spelled(words: str) -> str | None:
             break
         taken += 1
     rest = split[taken:]
-    if not taken or (rest and (rest[0] in _SCALES or rest[0] in _NUMBER_WORDS or rest[0] in _TENS)):
+    if not taken or not {*_NUMBER_WORDS, *_TENS, *_SCALES}.isdisjoint(rest):
         return None
     return " ".join([str(total + group), *rest])
 

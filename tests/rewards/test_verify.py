@@ -343,7 +343,7 @@ FOUND: list[Case] = [
     ),
     *(
         ("1", rf"\boxed{{{text}}}", False)
-        for text in ("one two", "one zero", "one hundred", "twenty-one", "one and two")
+        for text in ("one two", "one zero", "one hundred", "twenty-one", "one and two", "one apple two")
     ),
 ]
 
