@@ -99,7 +99,8 @@ def write(output: Path, result: FilterResult, facts: dict[str, Any]) -> None:
     }
     report = {**facts, "kept": len(result.kept), "kept_rows": result.kept_indices, "removed": removed}
     texts = {
-        output: "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in result.kept),
+        # str: parquet has dates, decimals and bytes
+        output: "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in result.kept),
         output.with_suffix(".report.json"): json.dumps(report, ensure_ascii=False, indent=1) + "\n",
     }
     for path, text in texts.items():

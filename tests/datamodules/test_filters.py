@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from datetime import date
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from grpo_lit.cli import main
@@ -128,3 +131,12 @@ def test_a_cache_of_other_rows_is_refused(path: Path, tmp_path: Path, refused: C
     SentCacheWriter(tmp_path / "sent.jsonl", {"dataset": {"fingerprint": "0" * 16}}, {}).finish()
     own = [f"--path={path}", f"--output={tmp_path / 'x.jsonl'}", f"--sent_cache={tmp_path / 'sent.jsonl'}"]
     refused(["filter", *own], "a cache of these rows")
+
+
+def test_columns_that_json_does_not_know_are_kept_as_text(tmp_path: Path) -> None:
+    rows = [{"question": f"{n}+1?", "answer": str(n + 1), "day": date(2026, 1, n)} for n in (1, 2)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    assert (
+        main(["filter", "--dataset=custom", f"--path={tmp_path}/rows.parquet", f"--output={tmp_path}/kept.jsonl"]) == 0
+    )
+    assert [row["day"] for row in load_rows("custom", path=f"{tmp_path}/kept.jsonl")] == ["2026-01-01", "2026-01-02"]
