@@ -246,7 +246,7 @@ def _from_prose(text: str) -> Extraction:
         if re.fullmatch(r"\(?[A-J]\)?", sentence):
             return _found(tail[:200], "phrase")  # with what follows the letter: perhaps the other options
         reason = _REASON.search(sentence)
-        if reason and re.search("[0-9]", sentence[: reason.start()]):
+        if reason and re.match(r"(?:[a-zA-Z] ?= ?)?(?:[^a-zA-Z]*[0-9]|\$|\\)", sentence):
             sentence = sentence[: reason.start()]  # 43, since 42 is even
         # "answer is to your question: the total is 5" holds its answer at the end, as any sentence does.
         candidate = sentence if not _is_sentence(sentence) else _last_value(sentence) or sentence
