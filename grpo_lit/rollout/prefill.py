@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -68,7 +69,13 @@ def prefill(
         with policy.generating() as model:
             decoder: Any = getattr(model, model.base_model_prefix)
             positions = torch.arange(width, device=policy.device).expand(len(batch), -1)
-            decoder(input_ids=ids.to(policy.device), position_ids=positions, past_key_values=writer, use_cache=True)
+            named = {_cache_argument(decoder): writer}
+            decoder(input_ids=ids.to(policy.device), position_ids=positions, use_cache=True, **named)
+
+
+def _cache_argument(decoder: Any) -> str:
+    """What a decoder calls its cache: `cache` in transformers 5.24, which drops the old name in 5.40."""
+    return "cache" if "cache" in inspect.signature(decoder.forward).parameters else "past_key_values"
 
 
 def _batches(items: list[tuple[list[int], list[int]]]) -> Iterator[list[tuple[list[int], list[int]]]]:

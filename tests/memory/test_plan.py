@@ -135,8 +135,8 @@ def test_activations_of_a_layer_are_within_a_tenth(wide_llama: Path, fused: bool
 
 def test_cache_takes_what_transformers_cache_takes(wide_llama: Path) -> None:
     policy = load(wide_llama)
-    cache = DynamicCache(config=policy.model.config)
-    policy.model(torch.zeros(3, 17, dtype=torch.long), past_key_values=cache, use_cache=True)
+    _, cache = policy.model(torch.zeros(3, 17, dtype=torch.long), use_cache=True).to_tuple()
+    assert isinstance(cache, DynamicCache)
     held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
     assert held == 3 * 17 * kv_bytes_per_token(ModelSizes.of(policy.model.config), formats())
 

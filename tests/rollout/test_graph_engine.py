@@ -180,6 +180,7 @@ def test_steps_are_few_and_shrink_with_the_rows(tiny_llama: Path) -> None:
     assert sizes == [sum(length > step for length in lengths) for step in range(len(sizes))]
 
 
+@pytest.mark.filterwarnings("error::FutureWarning")  # of transformers, on what it calls its cache
 @pytest.mark.parametrize("at_once", [True, False])
 def test_prompts_are_prefilled_once_together_or_as_slots_free(
     at_once: bool, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
