@@ -84,7 +84,7 @@ _JOINT = re.compile(r"(?:,|;|and|or|&)+", re.IGNORECASE)
 _LOOSE_JOINT = re.compile(
     r"(?:.*[^a-zA-Z])?(?:and|or|,|;)(?:[a-zA-Z](?:_?[0-9])?(?:\([a-z]\))?=)?", re.IGNORECASE | re.DOTALL
 )
-_RETRACTION = re.compile(r"[\W_]*(?:wait|actually|hmm+|oops|sorry|scratch that|correction|no(?=[,.:!;]))\b", re.I)
+_RETRACTION = re.compile(r"[\W_]*(?:wait[,.!]* no|actually|oops|sorry|scratch that|correction|no(?=[,.:!;]))\b", re.I)
 _REASON = re.compile(r"(?<=[0-9$)}%*a-z]),?\s+(?:since|because|given that|which)\b", re.IGNORECASE)
 _OPENING = re.compile(r"(yes|no|true|false)\b", re.IGNORECASE)
 _SECOND_THOUGHTS = re.compile(r"\b(?:wait|actually|no|not|but|then|hmm|instead|correct|mistake|sorry|rather)\b", re.I)

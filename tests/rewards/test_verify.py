@@ -301,6 +301,7 @@ FOUND: list[Case] = [
         for text in ("x", "X", "multiplied by", "divided by", "modulo", "increased by", "less")
     ),
     *(("1000", text, False) for text in ("It is 6 x 1000.", "It is 3.2 x 10^3.")),
+    ("42", "The answer is 42. Wait, let me check: 42/6 = 7. Yes.", True),
     ("42", "The answer is found by adding 40 and 2, which gives 42.", True),
     *(("3200", text, True) for text in ("3.2 x 10^3", r"\boxed{3.2x10^{3}}", "It is 3.2 X 10^3.")),
     *((r"\emptyset", rf"\boxed{{{text}}}", True) for text in (r"\varnothing", "∅", r"\{\}", r"\{ \}")),
