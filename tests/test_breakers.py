@@ -17,28 +17,12 @@ from grpo_lit.cli import main
 from grpo_lit.step import GlobalRows, rollout_metrics
 
 Fit = Callable[..., Sequence[str]]
+Refused = Callable[..., None]
 
 
 @pytest.fixture(autouse=True)
 def _in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-
-
-def refused(
-    arguments: Sequence[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *words: str
-) -> None:
-    """One line with exit code 2, before any weight is loaded."""
-
-    def load(*args: object, **kwargs: object) -> None:
-        raise AssertionError("a model was loaded")
-
-    monkeypatch.setattr("grpo_lit.module.load_policy", load)
-    code = main(list(arguments))
-    error = capsys.readouterr().err.strip()
-    assert code == 2, error
-    assert len(error.splitlines()) == 1, error
-    for word in words:
-        assert word in error
 
 
 @pytest.mark.parametrize(
@@ -51,7 +35,6 @@ def refused(
         (["--trainer.val_check_interval=0"], ["trainer.val_check_interval=0", "at least 1"]),
         (["--trainer.gradient_clip_val=1.0"], ["trainer.gradient_clip_val=1.0", "model.max_grad_norm"]),
         (["--trainer.devices=-1"], ["trainer.devices=", "-1"]),
-        (["--trainer.strategy=ddpp"], ["trainer.strategy=", "ddpp"]),
         (["--trainer.accelerator=cpuu"], ["trainer.accelerator=", "cpuu"]),
         (["--seed_everything=-1"], ["seed_everything=-1"]),
         (["--model.policy.tokenizer=./nowhere"], ["model.policy.tokenizer='./nowhere'"]),
@@ -70,16 +53,9 @@ def refused(
     ids=lambda value: value[0] if value[0].startswith("--") else None,
 )
 def test_refused_before_the_model_is_loaded(
-    extra: list[str],
-    words: list[str],
-    tiny_llama: Path,
-    tmp_path: Path,
-    fit_arguments: Fit,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    extra: list[str], words: list[str], tiny_llama: Path, fit_arguments: Fit, refused: Refused
 ) -> None:
-    refused(fit_arguments(tiny_llama, tmp_path / "run", *extra), capsys, monkeypatch, *words)
-    assert not (tmp_path / "run").exists(), "the run's folder is left alone"
+    refused(fit_arguments(tiny_llama, "run", *extra), *words)
 
 
 @pytest.mark.parametrize(
@@ -100,19 +76,12 @@ def test_refused_before_the_model_is_loaded(
     ],
 )
 def test_bad_config_file(
-    content: bytes,
-    words: list[str],
-    tiny_llama: Path,
-    tmp_path: Path,
-    fit_arguments: Fit,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    content: bytes, words: list[str], tiny_llama: Path, tmp_path: Path, fit_arguments: Fit, refused: Refused
 ) -> None:
     (tmp_path / "mine.yaml").write_bytes(content)
     if "None" not in words[0] and "model" not in words[0] and "did" not in words[0]:
         words = ["--config='mine.yaml'", *words]
-    arguments = [*fit_arguments(tiny_llama, tmp_path / "run"), "--config=mine.yaml"]
-    refused(arguments, capsys, monkeypatch, *words)
+    refused([*fit_arguments(tiny_llama, "run"), "--config=mine.yaml"], *words)
 
 
 def write_row(path: Path, encoding: str) -> Path:
@@ -122,36 +91,19 @@ def write_row(path: Path, encoding: str) -> Path:
 
 @pytest.mark.faults
 def test_damaged_parquet_and_byte_order_mark(
-    tiny_llama: Path,
-    tmp_path: Path,
-    fit_arguments: Fit,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    tiny_llama: Path, tmp_path: Path, fit_arguments: Fit, refused: Refused
 ) -> None:
     from grpo_lit.datamodules.datasets import load_rows
 
     assert load_rows("gsm8k", path=str(write_row(tmp_path / "bom.jsonl", "utf-8-sig")))[0]["answer"] == "2"
     (tmp_path / "torn.parquet").write_bytes(b"PAR1")
     extra = ["--data.dataset=gsm8k", "--data.path=torn.parquet"]
-    refused(fit_arguments(tiny_llama, tmp_path / "run", *extra), capsys, monkeypatch, "data.path='torn.parquet'")
+    refused(fit_arguments(tiny_llama, "run", *extra), "data.path='torn.parquet'")
 
 
-def test_generate_on_no_such_device(
-    tiny_llama: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    arguments = ["generate", f"--policy.path={tiny_llama}", "--prompt=1", "--device=xpuu"]
-    refused(arguments, capsys, monkeypatch, "device='xpuu'", "cpu or cuda")
-
-
-def test_unknown_metric_of_early_stopping_is_one_line(
-    tiny_llama: Path, tmp_path: Path, fit_arguments: Fit, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unknown_metric_of_early_stopping_is_one_line(tiny_llama: Path, fit_arguments: Fit, refused: Refused) -> None:
     extra = ["--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor=val/acc"]
-    assert main(list(fit_arguments(tiny_llama, tmp_path / "run", *extra))) == 2
-    error = capsys.readouterr().err.strip()
-    assert len(error.splitlines()) == 1
-    assert "trainer.callbacks" in error
-    assert "val/accuracy" in error
+    refused(fit_arguments(tiny_llama, "run", *extra), "trainer.callbacks", "val/accuracy", loads=True)
 
 
 def records(root: Path) -> list[dict[str, object]]:
@@ -241,31 +193,24 @@ def test_flat_groups_are_told_by_the_rows_that_count() -> None:
 
 
 def test_resume_with_another_optimizer_is_refused_and_another_seed_is_said(
-    fit_arguments: Fit, tiny_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    fit_arguments: Fit, tiny_llama: Path, tmp_path: Path, refused: Refused, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = list(fit_arguments(tiny_llama, tmp_path / "run"))
     assert main(arguments) == 0
     capsys.readouterr()
-    assert main([*arguments, "--ckpt_path=last", "--model.optimizer=torch.optim.SGD", "--model.optimizer.lr=1"]) == 2
-    error = capsys.readouterr().err.strip()
-    assert len(error.splitlines()) == 1
-    assert "model.optimizer='SGD': accepted is AdamW" in error
+    other = ["--ckpt_path=last", "--model.optimizer=torch.optim.SGD", "--model.optimizer.lr=1"]
+    refused([*arguments, *other], "model.optimizer='SGD': accepted is AdamW")
     assert main([*arguments, "--ckpt_path=last", "--seed_everything=7"]) == 0
     assert "trained with seed 42, this run goes on with seed 7" in capsys.readouterr().out
     assert main(["validate", *arguments[1:], "--ckpt_path=best"]) == 0
-    assert main([*arguments, "--trainer.default_root_dir=other", "--checkpoint.monitor=val/acc"]) == 2
-    error = capsys.readouterr().err.strip()
-    assert "checkpoint.monitor='val/acc': accepted is one of val/accuracy" in error
+    other = ["--trainer.default_root_dir=other", "--checkpoint.monitor=val/acc"]
+    refused([*arguments, *other], "checkpoint.monitor='val/acc': accepted is one of val/accuracy", loads=True)
 
 
 def test_reward_class_that_needs_arguments_is_one_line(
-    fit_arguments: Fit,
-    tiny_llama: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    fit_arguments: Fit, tiny_llama: Path, tmp_path: Path, refused: Refused
 ) -> None:
     needy = "def __init__(self, scale):\n        pass\n\n    def __call__(self, **columns):\n        pass\n"
     (tmp_path / "needy_rewards.py").write_text(f"class Needy:\n    {needy}")
     arguments = fit_arguments(tiny_llama, "run", "--model.rewards=[needy_rewards.Needy]")
-    refused(arguments, capsys, monkeypatch, "model.rewards='needy_rewards.Needy'", "missing 1 required")
+    refused(arguments, "model.rewards='needy_rewards.Needy'", "missing 1 required")

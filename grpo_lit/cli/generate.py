@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -33,7 +33,6 @@ from grpo_lit.policy import Policy, PolicyConfig
 from grpo_lit.prompts import Message, PromptEncoder
 from grpo_lit.rollout import RolloutConfig, SamplingConfig, SeededSampler, build_engine, row_keys, uniforms
 from grpo_lit.rollout.hf import eos_token_ids
-from grpo_lit.rollout.registry import ENGINES
 from grpo_lit.rollout.vllm_config import INSTALL
 
 
@@ -51,9 +50,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--stream", type=bool | None, default=None, help="Print tokens as they come; null: on a terminal."
     )
-    parser.add_argument("--engine", type=str, default="hf", help="hf, graph or vllm; only hf streams.")
+    parser.add_argument("--engine", type=Literal["hf", "graph", "vllm"], default="hf", help="Only hf streams.")
     parser.add_argument("--run", type=str | None, default=None, help="Run folder: its base, format and weights.")
-    parser.add_argument("--which", type=str, default="final", help="Of a run: base, final, best or last.")
+    parser.add_argument("--which", type=Which, default="final", help="Of a run: which of its weights.")
     parser.add_argument("--adapter", type=str | None, default=None, help="PEFT folder to put over the base.")
     parser.add_argument("--ckpt_path", type=str | None, default=None, help="Checkpoint of grpo-lit fit to load.")
     parser.add_argument("--chat", type=bool | None, default=None, help="Use the chat template; null: if there is one.")
@@ -98,19 +97,15 @@ def check_options(options: Any) -> None:
     """Refuse what can't be, before anything loads.
 
     Raises:
-        UserError: a number out of range, or an unknown engine or device.
+        UserError: a number out of range, an engine that is not installed, or an unknown device.
     """
     options.sampling.validate("sampling")
     if options.seed < 0:
         raise UserError("seed", options.seed, "a whole number of at least 0")
     if options.samples < 1:
         raise UserError("samples", options.samples, "at least 1")
-    if options.engine not in ENGINES:
-        raise UserError("engine", options.engine, f"one of {', '.join(ENGINES)}")
     if options.engine == "vllm" and importlib.util.find_spec("vllm") is None:
         raise UserError("engine", "vllm", f"hf or graph where vLLM is not installed; it is an extra ({INSTALL})")
-    if options.which not in get_args(Which):
-        raise UserError("which", options.which, f"one of {', '.join(get_args(Which))}")
     if options.adapter is not None and options.ckpt_path is not None:
         raise UserError("ckpt_path", options.ckpt_path, "null where adapter is given: one of the two")
     if options.run is not None and (options.adapter is not None or options.ckpt_path is not None):

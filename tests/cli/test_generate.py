@@ -69,21 +69,30 @@ def test_run_answers_like_its_adapter(
         assert main([*COMMON, "--samples=4", "--prompt=1+2=", *extra]) == 0
         texts[name] = capsys.readouterr().out
     assert texts["run"] == texts["adapter"] != texts["base"]
+    assert main(["generate", "--prompt=1", f"--run={root}", "--policy.quantization=nf4"]) == 2
+    assert "error: policy.quantization='nf4': accepted is None, as in the run" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("extra", "words"),
     [
         (["--stream=true", "--samples=2"], "stream=True"),
-        (["--engine=nothing"], "engine='nothing'"),
-        (["--which=worst"], "which='worst'"),
+        (["--engine=nothing"], "engine: got nothing, accepted is hf, graph, vllm"),
+        (["--which=worst"], "which: got worst, accepted is base, final, best, last"),
         (["--messages=missing.jsonl"], "messages='missing.jsonl'"),
         (["--run=missing"], "run='missing'"),
         (["--run=missing", "--adapter=other"], "adapter='other'"),
         (["--run=missing", "--ckpt_path=other"], "ckpt_path='other'"),
-        (["--device=tpu"], "device='tpu'"),
+        (["--device=tpu"], "device='tpu': accepted is cpu or cuda"),
+        (["--policy.path=null"], "policy.path=None: accepted is the base model"),
+        (["--policy.path=./missing"], "policy.path='./missing'"),
+        (
+            ["--policy.path=null", "--adapter=missing"],
+            "adapter='missing': accepted is a PEFT adapter folder with adapter_config.json",
+        ),
+        (["--sampling.top_p=2"], "sampling.top_p=2.0"),
+        (["--samples=0"], "samples=0"),
     ],
 )
-def test_generate_refuses(extra: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["generate", "--prompt=x", "--policy.path=p", *extra]) == 2
-    assert words in capsys.readouterr().err
+def test_generate_refuses(extra: list[str], words: str, refused: Callable[..., None]) -> None:
+    refused(["generate", "--prompt=x", "--policy.path=p", *extra], f"error: {words}")

@@ -22,6 +22,7 @@ from grpo_lit.model_source import load_model_config, resolve_model_source
 from grpo_lit.prompts import load_tokenizer
 
 Fit = Callable[..., Sequence[str]]
+Refused = Callable[..., None]
 EVALUATION = "--trainer.callbacks+=grpo_lit.callbacks.VLLMEvaluation"
 DATASETS = "--trainer.callbacks.datasets"
 ROWS = '{"question": "1+1", "answer": "2"}\n'
@@ -46,26 +47,6 @@ def _in_a_folder_of_inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     ):
         (tmp_path / name).mkdir()
         (tmp_path / name / file).write_text(text)
-
-    def load(*args: object, **kwargs: object) -> None:
-        raise AssertionError("a model was loaded")
-
-    for module in ("module", "evaluation.models"):
-        monkeypatch.setattr(f"grpo_lit.{module}.load_policy", load)
-
-
-def contents(folder: Path) -> dict[Path, bytes | None]:
-    return {path: path.read_bytes() if path.is_file() else None for path in sorted(folder.rglob("*"))}
-
-
-def refused(capsys: pytest.CaptureFixture[str], arguments: Sequence[str], words: str, code: int = 2) -> None:
-    """The command ends with one line that starts with the words, and leaves the disk as it was."""
-    before = {path: value for path, value in contents(Path.cwd()).items() if path.name != "run.lock"}
-    assert main(list(arguments)) == code
-    error = capsys.readouterr().err.strip()
-    assert error.startswith(f"grpo-lit: error: {words}"), error
-    assert len(error.splitlines()) == 1
-    assert {path: value for path, value in contents(Path.cwd()).items() if path.name != "run.lock"} == before
 
 
 @pytest.mark.parametrize(
@@ -109,12 +90,10 @@ def refused(capsys: pytest.CaptureFixture[str], arguments: Sequence[str], words:
     ],
     ids=lambda value: None if isinstance(value, str) else value[-1],
 )
-def test_training(
-    extra: list[str], words: str, tiny_llama: Path, fit_arguments: Fit, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_training(extra: list[str], words: str, tiny_llama: Path, fit_arguments: Fit, refused: Refused) -> None:
     Path("run").mkdir()
     Path("run/metrics.jsonl").write_text('{"step": 1}\n')
-    refused(capsys, fit_arguments(tiny_llama, "run", *extra), words)
+    refused(fit_arguments(tiny_llama, "run", *extra), f"error: {words}")
 
 
 @pytest.mark.parametrize(
@@ -139,7 +118,6 @@ def test_training(
         ("bench step --bogus 3", "unknown argument bogus"),
         ("bench step --task nothing", "--config='nothing'"),
         ("compare one two --output file", "output='file': accepted is a folder"),
-        ("compare one two --outputs x", "compare='--outputs'"),
         ("export --output new", "run=None"),
         ("export --run nothing --output new", "run='nothing'"),
         ("export --path TINY --to adapter --output new", "to='adapter': accepted is merged: these weights have no"),
@@ -155,7 +133,7 @@ def test_training(
         ),
         (
             "evaluate --models {m: {pth: TINY}}",
-            "unknown argument pth (Option 'pth' is not accepted); did you mean path?",
+            "unknown argument models.m.pth (Group 'models.m' does not accept option 'pth'); did you mean models.m.pa",
         ),
         ("evaluate --seed -1", "seed=-1"),
         ("evaluate --temperature -1", "temperature=-1.0"),
@@ -175,8 +153,9 @@ def test_training(
         ),
     ],
 )
-def test_other_commands(arguments: str, words: str, tiny_llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    refused(capsys, [word.replace("TINY", str(tiny_llama)) for word in shlex.split(_quote_braces(arguments))], words)
+def test_other_commands(arguments: str, words: str, tiny_llama: Path, refused: Refused) -> None:
+    given = [word.replace("TINY", str(tiny_llama)) for word in shlex.split(_quote_braces(arguments))]
+    refused(given, f"error: {words}")
 
 
 def _quote_braces(text: str) -> str:
@@ -189,11 +168,11 @@ def _quote_braces(text: str) -> str:
 
 @pytest.mark.parametrize("command", ["evaluate", "generate"])
 def test_an_engine_that_is_not_installed(
-    command: str, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: str, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, refused: Refused
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     extra = ["--prompt=x", f"--policy.path={tiny_llama}"] if command == "generate" else ["--run=nothing"]
-    refused(capsys, [command, "--engine=vllm", *extra], "engine='vllm': accepted is ")
+    refused([command, "--engine=vllm", *extra], "error: engine='vllm': accepted is ")
 
 
 def test_generate_answers_within_what_a_small_model_takes_where_no_length_was_given(
@@ -280,6 +259,7 @@ def test_names_in_texts_are_those_that_were_typed() -> None:
     ("arguments", "words"),
     [
         ("toy train --seedz 1", "did you mean --seed"),
+        ("compare one two --outputs x", "did you mean --output?"),
         ("bench step --promts 3", "did you mean --prompts?"),
         ("bench kernels --sampels 3", "did you mean --samples?"),
         (
@@ -289,10 +269,5 @@ def test_names_in_texts_are_those_that_were_typed() -> None:
         ("bench kernels --plot x.xyz", "argument --plot: 'x.xyz': accepted is a file that ends in .png"),
     ],
 )
-def test_what_argparse_refuses(arguments: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(arguments.split())
-    assert ended.value.code == 2
-    error = capsys.readouterr().err
-    assert words in error
-    assert len(error.splitlines()) == 1
+def test_what_argparse_refuses(arguments: str, words: str, refused: Refused) -> None:
+    refused(arguments.split(), words)

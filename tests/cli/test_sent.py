@@ -64,17 +64,9 @@ def test_out_of_memory_halves_the_rows_and_changes_no_answer(
     ],
 )
 def test_mistakes_are_named_before_loading(
-    extra: list[str],
-    words: str,
-    tiny_llama: Path,
-    tmp_path: Path,
-    fit_arguments: Fit,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    extra: list[str], words: str, tiny_llama: Path, tmp_path: Path, fit_arguments: Fit, refused: Callable[..., None]
 ) -> None:
-    monkeypatch.setattr(command, "load_policy", lambda *given, **named: pytest.fail("a model was loaded"))
-    assert main(arguments(fit_arguments, tiny_llama, tmp_path, *extra)) == 2
-    assert words in capsys.readouterr().err
+    refused(arguments(fit_arguments, tiny_llama, tmp_path, *extra), words)
 
 
 def test_a_cache_of_other_sampling_is_not_overwritten(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -53,11 +54,7 @@ def test_small_file_with_the_baseline(tmp_path: Path, capsys: pytest.CaptureFixt
         (["--response=x"], "gold=None"),
         (["--response=x", "--gold=1", "--file=y"], "one of the two"),
         (["--file=nowhere.jsonl"], "file='nowhere.jsonl'"),
-        (["--response=x", "--gold=1", "--policy.units=x"], "policy.units='x'"),
     ],
 )
-def test_mistakes_are_named(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["verify", *arguments]) == 2
-    error = capsys.readouterr().err
-    assert words in error
-    assert len(error.strip().splitlines()) == 1
+def test_mistakes_are_named(arguments: list[str], words: str, refused: Callable[..., None]) -> None:
+    refused(["verify", *arguments], words)
