@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from grpo_lit.kernels._triton.launch import overlap
+from grpo_lit.kernels._triton.launch import device_limits, overlap
 from grpo_lit.kernels._triton.logit_rows_kernel import logit_rows_kernel
 from grpo_lit.kernels.dispatch import interpreting
 from grpo_lit.kernels.token_terms import TokenScalars
@@ -56,8 +56,9 @@ def waits_safely(num_blocks: int, device: torch.device) -> bool:
     """Whether a row's programs may wait for each other, see the module docstring."""
     if interpreting() or device.type != "cuda" or torch.version.hip is not None:
         return False
-    # at least one program a multiprocessor; halved for a second stream doing the same
-    return num_blocks <= torch.cuda.get_device_properties(device).multi_processor_count // 2
+    # at least four programs a multiprocessor, where the registers and threads of `default_plan` leave room for eight;
+    # halved for a second stream doing the same
+    return num_blocks <= 2 * device_limits(device).multiprocessors
 
 
 def _blocks(logits: Tensor, plan: Plan) -> tuple[int, bool]:
