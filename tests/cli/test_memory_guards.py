@@ -10,7 +10,7 @@ import pytest
 
 from grpo_lit.callbacks import AdaptiveMicroBatch, OOMReplay
 from grpo_lit.cli import main
-from grpo_lit.cli.train import build, start_text
+from grpo_lit.cli.train import build, check_data, start_text
 
 Fit = Callable[..., Sequence[str]]
 
@@ -62,5 +62,7 @@ def test_sizes_and_counts_go_on_after_a_resume(fit_arguments: Fit, tiny_llama: P
 def test_a_4_bit_model_on_the_cpu_is_told(fit_arguments: Fit, tiny_llama: Path, tmp_path: Path) -> None:
     for quantization, told in (("null", False), ("nf4", True)):
         arguments = [*fit_arguments(tiny_llama, tmp_path), f"--model.policy.quantization={quantization}"]
-        text = start_text(build("fit", arguments[1:]), tmp_path, None)
+        cli = build("fit", arguments[1:])
+        check_data(cli)
+        text = start_text(cli, tmp_path, None)
         assert ("device: the CPU" in text) is told, text
