@@ -145,7 +145,9 @@ def _with_suggestion(parser: LightningArgumentParser, message: str) -> str:
 def _trainer_mistake(config: Any, message: str) -> UserError:
     """What Lightning says of a setting of its trainer, under the name that it gives in backticks."""
     words = re.findall(r"(?:^|`|\bfor )(\w+)", message.replace("Timer(duration", "max_time"))
-    name = next((word for word in words if word in config), None)
+    # a library that is missing is told without the setting that needs it
+    chosen = (key for key in ("strategy", "accelerator") if config[key] not in ("auto", "cpu", "gpu", "cuda"))
+    name = next((word for word in words if word in config), next(chosen, None))
     if name is None:
         return UserError("trainer", message, "settings that Trainer takes")
     return UserError(f"trainer.{name}", config[name], f"a setting that Trainer takes ({message.rstrip('.')})")

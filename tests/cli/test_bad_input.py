@@ -79,6 +79,7 @@ Refused = Callable[..., None]
         (["--model.lora.rank=65"], ["model.lora.rank=65", "at most 64"]),
         (["--model.policy.attn_implementation=sdpaa"], ["model.policy.attn_implementation='sdpaa'", "sdpa"]),
         (["--model.lora=null", "--model.policy.quantization=nf4"], ["model.lora=None", "4-bit"]),
+        (["--trainer.strategy=deepspeed"], ["trainer.strategy='deepspeed'", "pip install -U deepspeed"]),
         (["--trainer.precision=bf16-mixed"], ["trainer.precision", "model.policy.dtype"]),
         (["--trainer.accumulate_grad_batches=2"], ["trainer.accumulate_grad_batches=2", "model.micro_batch_size"]),
         (["--checkpoint.every_n_rollout_steps=0"], ["checkpoint.every_n_rollout_steps=0"]),
