@@ -20,7 +20,7 @@ from grpo_lit.cli.parser import GRPOCLI
 from grpo_lit.cli.run_folder import resolve_ckpt_path
 from grpo_lit.cli.train import build, check_checkpoint, check_data
 from grpo_lit.datamodules.findings import data_findings
-from grpo_lit.errors import SystemFault, UserError
+from grpo_lit.errors import OneLineParser, SystemFault, UserError
 from grpo_lit.memory.fit import (
     HEADROOM,
     largest_micro_batch,
@@ -126,16 +126,10 @@ def _device() -> Finding:
 
 def _take_vram(arguments: Sequence[str]) -> tuple[int | None, list[str]]:
     """The budget in bytes, from ``--vram`` or free on the GPU that is there, and the arguments without it."""
-    rest: list[str] = []
-    budget: int | None = None
-    words = iter(arguments)
-    for word in words:
-        if word == "--vram":
-            budget = parse_bytes(next(words, ""))
-        elif word.startswith("--vram="):
-            budget = parse_bytes(word.partition("=")[2])
-        else:
-            rest.append(word)
+    parser = OneLineParser(prog="grpo-lit check", add_help=False, allow_abbrev=False)
+    parser.add_argument("--vram")
+    given, rest = parser.parse_known_args(list(arguments))
+    budget = None if given.vram is None else parse_bytes(given.vram)
     if budget is None and torch.cuda.is_available():
         budget = memory_limit(torch.device("cuda"))  # a desktop and other processes have some of the whole
     return budget, rest

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -16,7 +14,6 @@ from typing import Any
 import pytest
 import yaml
 
-from grpo_lit.cli import main
 from grpo_lit.tune import Measurement, comparable, decide, default_space, search
 from grpo_lit.tune.space import resolve_value
 
@@ -115,22 +112,26 @@ def tune_arguments(fit_arguments: Fit, model: Path, root: Path) -> list[str]:
 
 @pytest.mark.faults
 def test_killed_search_goes_on_and_the_winner_is_a_configuration(
-    fit_arguments: Fit, tiny_llama: Path, tmp_path: Path
+    start_grpo_lit: Callable[..., Any],
+    grpo_lit_command: Callable[..., Any],
+    fit_arguments: Fit,
+    tiny_llama: Path,
+    tmp_path: Path,
 ) -> None:
     root = tmp_path / "run"
     arguments = tune_arguments(fit_arguments, tiny_llama, root)
     runs = root / "tune" / "runs.jsonl"
-    command = [sys.executable, "-m", "grpo_lit", *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL)
+    process = start_grpo_lit(*arguments)
     while not runs.exists() or runs.read_bytes().count(b"\n") < 3:
         assert process.poll() is None
         time.sleep(0.05)
     process.send_signal(signal.SIGKILL)
     process.wait()
+    with (root / "tune" / "run.lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the trial that was under way outlives the search, and keeps its folder
     before = runs.read_bytes()
     before = before[: before.rfind(b"\n") + 1]
-    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
+    result = grpo_lit_command(*arguments)
     assert result.returncode == 0, result.stderr
     after = runs.read_bytes()
     assert after.startswith(before)
@@ -164,13 +165,6 @@ def test_killed_search_goes_on_and_the_winner_is_a_configuration(
     ],
 )
 def test_tune_refuses(
-    extra: list[str],
-    words: str,
-    fit_arguments: Fit,
-    tiny_llama: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    extra: list[str], words: str, fit_arguments: Fit, tiny_llama: Path, refused: Callable[..., None]
 ) -> None:
-    arguments = ["tune", *list(fit_arguments(tiny_llama, tmp_path / "run"))[1:], *extra]
-    assert main(arguments) == 2
-    assert words in capsys.readouterr().err
+    refused(["tune", *fit_arguments(tiny_llama, "run")[1:], *extra], words)
