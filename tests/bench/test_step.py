@@ -16,9 +16,7 @@ SMALL = ["--cpu", "--shape", "tiny", "--prompts", "2", "--rows", "2", "--micro-b
 SMALL += ["--completion-tokens", "6", "--steps", "2"]
 
 
-def test_phases_table_and_csv_beside_a_candidate_that_fails(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_phases_table_and_csv_beside_a_candidate_that_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "step.csv"
     assert step.main([*SMALL, "--candidates", "vllm", "hf", "--csv", str(file)]) == 1
     out, told = capsys.readouterr()
