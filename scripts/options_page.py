@@ -86,8 +86,9 @@ def sections() -> dict[str, list[tuple[str, str, str]]]:
     for name in callbacks.__all__:
         if name != "RunCheckpoint" and (options := of_class(getattr(callbacks, name), name)):  # section checkpoint
             found[f"grpo_lit.callbacks.{name}"] = options
-    for described, name in ((EvaluateConfig, None), (ModelEntry, "models.NAME"), (DatasetEntry, "datasets.NAME")):
-        found[f"grpo-lit evaluate{'' if name is None else ': ' + name}"] = of_class(described, name)
+    found["grpo-lit evaluate"] = of_class(EvaluateConfig, None)
+    found["grpo-lit evaluate: models"] = of_class(ModelEntry, "models.NAME")
+    found["grpo-lit evaluate: datasets"] = of_class(DatasetEntry, "datasets.NAME")
     return found
 
 
