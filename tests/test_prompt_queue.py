@@ -22,6 +22,7 @@ from grpo_lit.prompt_queue import PromptLengths, PromptQueue, deal_longest_first
 from grpo_lit.prompts import load_tokenizer
 from grpo_lit.rollout import HFEngine, Rollout, RolloutEngine, SamplingConfig, row_keys
 from grpo_lit.rollout.graph import GraphEngine
+from grpo_lit.sampling_step import _generate
 
 PROMPTS = [[5, 6, 7, 8], [9, 10], [11, 12, 13], [14, 15, 16, 17, 18], [19, 20]]
 COUNTS = [3, 0, 2, 4, 1]
@@ -149,6 +150,37 @@ def test_shares_of_a_queue_are_the_rows_of_one_rank(
     assert sorted(seen) == list(range(sum(COUNTS)))
     assert engine.batch_size == batch_size, "as before"
     assert torch.equal(generate().completion_ids, whole.completion_ids), "and takes all prompts again"
+
+
+def test_rows_are_the_same_in_whatever_order_they_are_given_out(
+    tiny_llama: Path, store: dist.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+    policy = load_policy(PolicyConfig(str(tiny_llama), dtype="fp32"), LoRAConfig(), device="cpu")
+    engine = GraphEngine(policy, load_tokenizer(resolve_model_source(str(tiny_llama))))
+    engine.eos_token_ids = [1, 2, 3, 4, 5]
+    batch: Any = SimpleNamespace(indices=[10, 20, 30, 40, 50], prompt_ids=PROMPTS)
+    wanted = [range(2, 2 + count) for count in COUNTS]
+    found, order = [], []
+    for number, longest in enumerate((10, 30, 40)):
+        lengths = PromptLengths()
+        lengths.observe([longest, 50], [9, 3])
+        module: Any = SimpleNamespace(
+            engine=engine,
+            seed=1,
+            rollout_step=0,
+            world=SimpleNamespace(size=2),
+            phase=SimpleNamespace(hold=lambda *_: None, attempt_number=number, listeners=[]),
+            rollout_config=SimpleNamespace(layout="queue", batch_size=2, sampling=SAMPLING),
+            prompt_lengths=lengths,
+        )
+        rollout, numbers = _generate(module, batch, wanted)
+        rows = zip(rollout.group_ids.tolist(), numbers, rollout.lengths.tolist(), rollout.completion_ids, strict=True)
+        order.append(rollout.group_ids.tolist())
+        found.append(sorted((group, row, length, ids[:length].tolist()) for group, row, length, ids in rows))
+    assert order[0] != order[1] != order[2]
+    assert found[0] == found[1] == found[2]
+    assert [row[:2] for row in found[0]] == [(group, row) for group, rows in enumerate(wanted) for row in rows]
 
 
 def test_the_longest_are_dealt_first() -> None:
