@@ -46,6 +46,7 @@ RANK = yaml.safe_load(CONFIG.read_text(encoding="utf-8"))["model"]["lora"]["rank
 ROWS = (1, 4, 16, 32, 128)  # of a decode step
 TOKENS = 4096  # of a training pass
 BF16, F32 = torch.bfloat16, torch.float32
+DTYPES = {"nf4": BF16, "bf16": BF16, "fp32": F32}  # of activations over such weights
 
 
 class Model(NamedTuple):
@@ -80,7 +81,7 @@ def nf4(columns: int, width: int) -> Nf4Weight:
 
 def decode_step(model: Model, weights: str, rows: int, *, rank: int = 0, pages: int = 20, greedy: bool = False) -> None:
     """A decode step of one layer as the rollout engine runs it, 64 ``pages`` tokens a row at most."""
-    dtype, gpt2 = F32 if weights == "fp32" else BF16, model.positions > 0
+    dtype, gpt2 = DTYPES[weights], model.positions > 0
     queries, keys = model.heads * model.size, model.kv_heads * model.size
 
     def part(columns: int, width: int, bias: bool = gpt2, rank: int = 0) -> Part:
@@ -143,24 +144,23 @@ def training(model: Model) -> None:
         dequantize(nf4(columns, width), BF16)
 
 
-def loss(model: Model, dtype: torch.dtype) -> None:
-    """Log-probs, entropy, loss and gradients of chunks of logits, which are float32 unless asked for in ``dtype``."""
+def loss(model: Model, dtype: torch.dtype, logits_dtype: torch.dtype) -> None:
+    """Log-probs, entropy, loss and gradients of a chunk of logits; training has them in float32."""
     weight, scalars = new(model.vocab, model.hidden, dtype=dtype), TokenScalars(0.2, 0.3, delta=1.5)
     options = logit_rows.RowOptions(1.0, 0.0, model.vocab, "triton")
-    for logits_dtype in {F32, dtype}:
-        logits = new(default_chunk_rows(weight, logits_dtype), model.vocab, dtype=logits_dtype)
-        grad = gradient_buffer(logits, weight, "triton")[None]
-        ids, per_row = new(len(logits), dtype=torch.int64), new(len(logits), dtype=F32)
-        for entropy in (False, True):
-            out = logit_rows.RowResults.empty(ids, dtype, loss=False, entropy=entropy)
-            logit_rows.stat_rows(logits[None], ids, options, out)
-            e = per_row if entropy else None
-            logit_rows.given_rows(logits[None], ids, per_row, e, options, out, grad)
-            out = logit_rows.RowResults.empty(ids, dtype, loss=True, entropy=entropy)
-            for old, ref in ((None, None), (per_row, None), (per_row, per_row)):
-                inputs, beta = TokenInputs(ids, old, per_row, per_row, ref), 0.0 if ref is None else 0.04
-                logit_rows.loss_rows(logits[None], inputs, scalars._replace(beta=beta), options, out, grad)
-        ordered_sum(per_row)
+    logits = new(default_chunk_rows(weight, logits_dtype), model.vocab, dtype=logits_dtype)
+    grad = gradient_buffer(logits, weight, "triton")[None]
+    ids, per_row = new(len(logits), dtype=torch.int64), new(len(logits), dtype=F32)
+    for entropy in (False, True):
+        out = logit_rows.RowResults.empty(ids, dtype, loss=False, entropy=entropy)
+        logit_rows.stat_rows(logits[None], ids, options, out)
+        e = per_row if entropy else None
+        logit_rows.given_rows(logits[None], ids, per_row, e, options, out, grad)
+        out = logit_rows.RowResults.empty(ids, dtype, loss=True, entropy=entropy)
+        for old, ref in ((None, None), (per_row, None), (per_row, per_row)):
+            inputs, beta = TokenInputs(ids, old, per_row, per_row, ref), 0.0 if ref is None else 0.04
+            logit_rows.loss_rows(logits[None], inputs, scalars._replace(beta=beta), options, out, grad)
+    ordered_sum(per_row)
     scale(new(TOKENS, model.hidden, dtype=dtype), new(dtype=F32))
     logprobs, advantages = new(16, 768, dtype=F32), new(16, dtype=F32)
     for ref in (None, logprobs):
@@ -181,9 +181,9 @@ def compile_model(name: str, compiled: Compiled) -> None:
     compiled.shape = f"{name}, training"
     if not model.positions:
         training(model)
-    for dtype in (F32, BF16):
-        compiled.shape = f"{name}, loss, {str(dtype)[6:]} weights"
-        loss(model, dtype)
+    for weights, logits in (("fp32", "fp32"), ("bf16", "fp32"), ("bf16", "bf16")):
+        compiled.shape = f"{name} {weights}, loss, {logits} logits"
+        loss(model, DTYPES[weights], DTYPES[logits])
 
 
 def main(argv: Sequence[str]) -> int:
