@@ -1,6 +1,6 @@
 """Compiles every Triton kernel of the package for GPUs that need not be there, and lists what each takes.
 
-    python scripts/compile_kernels.py                                  all cards and models
+    python scripts/compile_kernels.py                                  all cards and models, minutes
     python scripts/compile_kernels.py --cards 3060ti --models qwen     the reference job on its card
 
 No GPU is needed, only the compilers that come with Triton. The package's own code runs, a decode step and the parts of
