@@ -66,7 +66,7 @@ def _in_a_folder_of_inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         (["--model.lora.alpha=.nan"], "model.lora.alpha=nan"),
         (["--model.rewards=[os.path.join]"], "model.rewards='join': accepted is functions of prompts, completions"),
         (["--model.lora.rank=true"], "model.lora.rank: got True, accepted is int"),
-        (["--trainer.accelerator=tpu"], "trainer="),
+        (["--trainer.accelerator=tpu"], "trainer.accelerator='tpu'"),
         (["--checkpoint.save_top_k=-5"], "checkpoint.save_top_k=-5"),
         (["--checkpoint.mode=up"], "checkpoint.mode='up'"),
         (["--model.optimizer.lr=1"], "model.optimizer: got lr='1' without a class, accepted is --model.optimizer "),
