@@ -10,7 +10,7 @@ from pydoc import locate
 from typing import Any, NoReturn, get_type_hints
 
 import torch
-from jsonargparse import ArgumentParser, set_parsing_settings
+from jsonargparse import set_parsing_settings
 from lightning.pytorch import Callback
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import TensorBoardLogger
@@ -57,8 +57,6 @@ _PARSED_AS_A_WHOLE = {"data": MathDataModule, "model.lora": LoRAConfig}
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)  # --help says what a dataclass's fields are
 
-_NEW_NAMES = hasattr(ArgumentParser, "instantiate")  # jsonargparse 4.49
-
 
 class ParseError(UserError):
     """The arguments do not parse; the message is already one line."""
@@ -84,15 +82,14 @@ class CLIParser(LightningArgumentParser):
         raise ParseError(_with_suggestion(self, tidy(message))) from ex
 
     def dump(self, *args: Any, **kwargs: Any) -> str:
-        """As jsonargparse's; ``skip_none``, which Lightning passes, has another name from its version 4.49 on."""
-        if "skip_none" in kwargs and _NEW_NAMES:
+        """As jsonargparse's; ``skip_none``, which Lightning passes, has another name there."""
+        if "skip_none" in kwargs:
             kwargs["skip_unset"] = kwargs.pop("skip_none")
         return str(super().dump(*args, **kwargs))
 
     def instantiate_classes(self, *args: Any, **kwargs: Any) -> Any:
         """As jsonargparse's, by its name of today; Lightning calls the old one."""
-        made = super().instantiate if _NEW_NAMES else super().instantiate_classes
-        return made(*args, **kwargs)
+        return super().instantiate(*args, **kwargs)
 
 
 def tidy(message: str) -> str:
@@ -121,7 +118,7 @@ def _with_suggestion(parser: LightningArgumentParser, message: str) -> str:
     match = re.search(
         r"unrecognized arguments: -*(?P<a>[\w.]+)|key ['\"]?(?P<b>[\w.]+)['\"]? is not expected"
         r"|option ['\"]?(?P<c>[\w.]+)['\"]? is not accepted"
-        r"|group '(?P<d>[\w.]+)' does not accept (?:option|nested key) '(?P<e>[\w.]+)'",
+        r"|group '(?P<d>[\w.]+)' does not accept option '(?P<e>[\w.]+)'",
         message,
         re.IGNORECASE,
     )
