@@ -58,7 +58,8 @@ def load_base_model(config: PolicyConfig, source: ModelSource, device: torch.dev
         raise UserError("model.policy.path", source.spec, accepted) from error
     if source.gguf_file:
         # The tensors are plain floating point by now; these marks would make transformers refuse to save the model.
-        del model.config.quantization_config
+        if hasattr(model.config, "quantization_config"):  # set by some releases of transformers 5
+            del model.config.quantization_config
         for mark in ("hf_quantizer", "quantization_method", "is_quantized"):
             vars(model).pop(mark, None)
     return model

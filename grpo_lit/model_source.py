@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import transformers
+from packaging.version import Version
 from transformers import AutoConfig, PretrainedConfig
 
 from grpo_lit.errors import SystemFault, UserError
@@ -23,6 +25,8 @@ from grpo_lit.hub import offline_if_unreachable
 PACKAGE_SCHEME = "package:"
 _ON_DISK = "a folder with config.json, a .gguf file, or package:NAME[/path]"
 _ACCEPTED = f"a hub id (org/name), {_ON_DISK}"
+# 5.0 to 5.4 give SmolLM2 the tokenizer of CodeLlama, with tokens that the model has no rows for, or find no gguf.
+_READS_GGUF = Version("5.17")
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[\w.-]+)?$")
 
 
@@ -60,7 +64,7 @@ def resolve_model_source(spec: str, *, argument: str = "model.policy.path") -> M
     path = _package_path(spec, argument) if spec.startswith(PACKAGE_SCHEME) else Path(spec).expanduser()
     if path.is_file():
         if path.suffix == ".gguf":
-            return ModelSource(spec, str(path.parent), gguf_file=path.name)
+            return _gguf_source(spec, path, argument)
         if path.name == "config.json":
             return ModelSource(spec, str(path.parent))
         raise UserError(argument, spec, _ACCEPTED)
@@ -85,11 +89,18 @@ def _folder_source(spec: str, folder: Path, argument: str) -> ModelSource:
         return ModelSource(spec, str(folder))
     ggufs = sorted(folder.glob("*.gguf"))
     if len(ggufs) == 1:
-        return ModelSource(spec, str(folder), gguf_file=ggufs[0].name)
+        return _gguf_source(spec, ggufs[0], argument)
     if ggufs:
         names = ", ".join(file.name for file in ggufs)
         raise UserError(argument, spec, f"one GGUF file; the folder has {names}")
     raise UserError(argument, spec, _ACCEPTED)
+
+
+def _gguf_source(spec: str, path: Path, argument: str) -> ModelSource:
+    if Version(transformers.__version__) < _READS_GGUF:
+        accepted = f"a GGUF file with transformers {_READS_GGUF} or newer ({transformers.__version__} is installed)"
+        raise UserError(argument, spec, accepted)
+    return ModelSource(spec, str(path.parent), gguf_file=path.name)
 
 
 def load_model_config(source: ModelSource, *, argument: str = "model.policy.path") -> PretrainedConfig:

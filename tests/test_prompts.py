@@ -3,8 +3,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import transformers
 
 from grpo_lit import gguf_files
+from grpo_lit.errors import UserError
 from grpo_lit.model_source import load_model_config, resolve_model_source
 from grpo_lit.prompts import PromptEncoder, load_tokenizer, prefilled_tail
 
@@ -81,3 +83,15 @@ def test_a_gguf_file_is_read_once(smollm2: str, monkeypatch: pytest.MonkeyPatch)
     assert load_model_config(source).vocab_size == len(load_tokenizer(source)) == 49152
     assert len(readers) == 1
     assert gguf.GGUFReader is not gguf_files._shared_reader  # what others load is their own affair
+
+
+def test_a_gguf_file_needs_a_transformers_that_reads_it_right(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    file.touch()
+    monkeypatch.setattr(transformers, "__version__", "5.17.0")
+    for path in (file, tmp_path):
+        assert resolve_model_source(str(path)).gguf_file == "model.gguf"
+    monkeypatch.setattr(transformers, "__version__", "5.16.1")
+    for path in (file, tmp_path):
+        with pytest.raises(UserError, match=r"transformers 5\.17 or newer \(5\.16\.1 is installed\)"):
+            resolve_model_source(str(path))

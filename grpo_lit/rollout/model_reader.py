@@ -202,7 +202,8 @@ def _read_gpt2(policy: Policy) -> ModelSpec:
                 qkv=[_part(block.attn.c_attn)],
                 q_norm=None,
                 k_norm=None,
-                attention_scale=float(block.attn.scaling),
+                # transformers before 5.4 keeps no scale, and takes this one in all attention but the eager one
+                attention_scale=float(getattr(block.attn, "scaling", block.attn.head_dim**-0.5)),
                 out=_part(block.attn.c_proj),
                 mlp_norm=_norm(block.ln_2),
                 up=[_part(block.mlp.c_fc)],
