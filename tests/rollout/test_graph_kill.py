@@ -40,7 +40,7 @@ def arguments(model: Path | str, root: Path, device: str, length: int) -> list[s
         "--model.rewards=[kill_in_rollout.odd_digits]",
         "--model.loss.mask_truncated=false",
         "--model.lora.rank=4",
-        "--model.optimizer=AdamW",
+        "--model.optimizer=torch.optim.AdamW",
         "--model.optimizer.lr=0.01",
         "--model.lr_schedule.warmup_steps=0",
         "--model.micro_batch_size=10",
