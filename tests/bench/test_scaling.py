@@ -107,9 +107,10 @@ def test_a_queue_waits_less_the_more_prompts_there_are() -> None:
     def wait(layout: str, prompts: int) -> float:
         return expected_wait(layout, 2, prompts, group_size=4, in_flight=8, mean_length=192, limit=768)[0]
 
-    assert wait("groups", 16) == pytest.approx(0.188, abs=0.015)  # found with other draws
-    assert wait("split", 16) == pytest.approx(0.186, abs=0.015)
-    assert wait("queue", 16) == pytest.approx(0.166, abs=0.015)
+    assert wait("groups", 16) == pytest.approx(0.188, abs=0.01)  # found with other draws
+    assert wait("split", 16) == pytest.approx(0.186, abs=0.01)
+    assert wait("queue", 16) == pytest.approx(0.166, abs=0.01)
+    assert wait("groups", 64) == pytest.approx(0.093, abs=0.01)
     assert wait("queue", 64) == pytest.approx(0.053, abs=0.01)
 
 
